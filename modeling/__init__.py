@@ -1,0 +1,73 @@
+"""Triptych: encoder, decoder and encoder-decoder Transformers of one block set, at home in the Hugging Face world.
+
+Importing this package registers the family with the Auto classes; importing it again changes nothing.
+"""
+
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from . import modeling_triptych
+from .auto_map import AUTO_CLASSES
+from .configuration_triptych import (
+    TOPOLOGIES,
+    TriptychConfig,
+    TriptychDecoderConfig,
+    TriptychEncoderConfig,
+    TriptychEncoderDecoderConfig,
+)
+from .modeling_triptych import (
+    TriptychDecoderForQuestionAnswering,
+    TriptychDecoderForSequenceClassification,
+    TriptychDecoderForTokenClassification,
+    TriptychDecoderModel,
+    TriptychEncoderDecoderModel,
+    TriptychEncoderForMultipleChoice,
+    TriptychEncoderForNextSentencePrediction,
+    TriptychEncoderForPreTraining,
+    TriptychEncoderForQuestionAnswering,
+    TriptychEncoderForSequenceClassification,
+    TriptychEncoderForTokenClassification,
+    TriptychEncoderModel,
+    TriptychForCausalLM,
+    TriptychForConditionalGeneration,
+    TriptychForMaskedLM,
+    TriptychPreTrainedModel,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "TriptychConfig",
+    "TriptychDecoderConfig",
+    "TriptychDecoderForQuestionAnswering",
+    "TriptychDecoderForSequenceClassification",
+    "TriptychDecoderForTokenClassification",
+    "TriptychDecoderModel",
+    "TriptychEncoderConfig",
+    "TriptychEncoderDecoderConfig",
+    "TriptychEncoderDecoderModel",
+    "TriptychEncoderForMultipleChoice",
+    "TriptychEncoderForNextSentencePrediction",
+    "TriptychEncoderForPreTraining",
+    "TriptychEncoderForQuestionAnswering",
+    "TriptychEncoderForSequenceClassification",
+    "TriptychEncoderForTokenClassification",
+    "TriptychEncoderModel",
+    "TriptychForCausalLM",
+    "TriptychForConditionalGeneration",
+    "TriptychForMaskedLM",
+    "TriptychPreTrainedModel",
+]
+
+
+def _register():
+    transformers.AutoConfig.register("triptych", TriptychConfig, exist_ok=True)
+    for topology, classes in AUTO_CLASSES.items():
+        for auto_class, name in classes.items():
+            model_class = getattr(modeling_triptych, name)
+            getattr(transformers, auto_class).register(TOPOLOGIES[topology], model_class, exist_ok=True)
+    # Trainer's label smoothing looks here to know that this head's labels are still to be shifted.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["triptych"] = "TriptychForCausalLM"
+
+
+_register()

@@ -1,0 +1,162 @@
+"""Multi-head scaled dot-product attention: self, masked and cross, over any backend.
+
+Shapes: B batch, T queries, S keys, H query heads, K key/value heads, D model width, d head width.
+
+A backend is a name in transformers' two registries: a function `(module, query [B, H, T, d], key [B, K, S, d],
+value [B, K, S, d], attention_mask, dropout, scaling, position_bias, ...) -> (output [B, T, H, d], weights or None)`
+and the mask function that builds its mask. `TriptychAttention` looks the name up at every call and never asks which one
+it is; a new kernel plugs in by registering both.
+"""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .configuration_triptych import TriptychStackConfig
+from .positions import apply_rotary
+
+NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(Q K^T / sqrt(d) + bias) V (Vaswani et al. 2017, equation 1), the plain form every backend must equal.
+
+    `attention_mask` [B, 1, T, S] and `position_bias` [B, H, T, S] are additive.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    # float32, as half precision would overflow when a bias meets the lowest value that stands for "invisible".
+    scores = (query @ key.transpose(-2, -1)).float() * scaling
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class TriptychAttention(nn.Module):
+    """MultiHead(Q, K, V) = Concat(head_1, ..., head_H) W_O, head_i = Attention(Q W_Q, K W_K, V W_V).
+
+    Vaswani et al. 2017, section 3.2.2; with fewer key/value heads, each serves a group of query heads (Ainslie et al.
+    2023). As cross-attention it takes keys and values from the encoder and projects them once per sequence.
+    """
+
+    def __init__(self, config: TriptychStackConfig, layer_idx: int, is_cross_attention: bool = False):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_cross_attention = is_cross_attention
+        self.is_causal = config.topology == "decoder" and not is_cross_attention
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.attention_dropout = config.attention_dropout
+        layer_type = config.layer_types[layer_idx]
+        # Kernels that take a window instead of a mask count it one-sided: the token itself and those before it.
+        self.sliding_window = None
+        if layer_type == "sliding_attention" and not is_cross_attention:
+            self.sliding_window = config.sliding_window if self.is_causal else config.sliding_window // 2 + 1
+
+        memory_size = config.cross_attention_hidden_size if is_cross_attention else config.hidden_size
+        query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(memory_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(memory_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        if config.qk_norm:
+            self.q_norm = NORMS[config.norm_type](self.head_dim, eps=config.norm_eps)
+            self.k_norm = NORMS[config.norm_type](self.head_dim, eps=config.norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: Cache | None = None,
+        layer_idx: int | None = None,
+        is_causal: bool | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention output [B, T, D], and weights [B, H, T, S] where the backend computes them.
+
+        Args:
+            hidden_states: [B, T, D], what asks.
+            encoder_hidden_states: [B, S, D'], what answers, in cross-attention.
+            position_bias: [B, H, T, S], added to the scores.
+            attention_mask: the backend's own form, see `masks.py`.
+            position_embeddings: cosines and sines [B, T, r] of rotary positions.
+            layer_idx: this call's place in the cache, if layers are shared.
+            is_causal: whether a kernel given no mask must hide later tokens.
+        """
+        query = self.heads(self.q_proj(hidden_states))
+        if self.config.qk_norm:
+            query = self.q_norm(query)
+        if position_embeddings is not None:
+            query = apply_rotary(query, *position_embeddings)
+
+        layer_idx = self.layer_idx if layer_idx is None else layer_idx
+        if self.is_cross_attention:
+            key, value = self.cross_key_value(encoder_hidden_states, cache, layer_idx)
+        else:
+            key, value = self.key_value(hidden_states, position_embeddings)
+            if cache is not None:
+                key, value = cache.update(key, value, layer_idx, kwargs=kwargs)
+
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            position_bias=position_bias,
+            is_causal=self.is_causal if is_causal is None else is_causal,
+            **kwargs,
+        )
+        return self.o_proj(output.flatten(-2)), weights
+
+    def heads(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, T, heads * d] to [B, heads, T, d]; a tensor-parallel rank holds only its own heads."""
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def key_value(
+        self, memory: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, K, S, d] of `memory` [B, S, D]."""
+        key, value = self.heads(self.k_proj(memory)), self.heads(self.v_proj(memory))
+        if self.config.qk_norm:
+            key = self.k_norm(key)
+        if position_embeddings is not None:
+            key = apply_rotary(key, *position_embeddings)
+        return key, value
+
+    def cross_key_value(
+        self, encoder_hidden_states: torch.Tensor, cache: EncoderDecoderCache | None, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the encoder, which stay the same for the whole generation."""
+        if cache is None:
+            return self.key_value(encoder_hidden_states)
+        if cache.is_updated.get(layer_idx):
+            layer = cache.cross_attention_cache.layers[layer_idx]
+            return layer.keys, layer.values
+        key, value = cache.cross_attention_cache.update(*self.key_value(encoder_hidden_states), layer_idx)
+        cache.is_updated[layer_idx] = True
+        return key, value

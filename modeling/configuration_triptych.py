@@ -1,0 +1,386 @@
+"""The configuration of the family: every choice the Transformer literature made is one field.
+
+`TriptychConfig(topology=...)` dispatches to one class per panel; all share one `model_type`. The defaults are the base
+model of "Attention Is All You Need" (Vaswani et al. 2017, section 3 and table 3).
+"""
+
+import copy
+import json
+from dataclasses import fields
+from importlib import resources
+from typing import Any, ClassVar, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+
+STACK_TP_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.cross_attn.q_proj": "colwise",
+    "layers.*.cross_attn.k_proj": "colwise",
+    "layers.*.cross_attn.v_proj": "colwise",
+    "layers.*.cross_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+
+
+@strict
+class TriptychConfig(PreTrainedConfig):
+    """Fields that every panel has. Calling this class returns the configuration of the given `topology`.
+
+    Args:
+        topology: "encoder" (reads both ways), "decoder" (reads left to right) or "encoder_decoder".
+        vocab_size: number of token ids.
+        pad_token_id, bos_token_id, eos_token_id: special token ids; each below `vocab_size`, or None.
+        tie_word_embeddings: the output projection is the input embedding (Vaswani et al. 2017, section 3.4).
+        initializer_range: standard deviation of normal initial weights; None is Glorot-uniform projections with
+            embeddings of deviation `embedding_size ** -0.5`, as the 2017 code has it.
+        logit_scale: factor on the output logits; T5 v1.0 ties them to unscaled inputs and has `hidden_size ** -0.5`.
+        classifier_dropout: dropout before a classification layer; None is `hidden_dropout`.
+        use_cache: keep keys and values between calls when not training.
+    """
+
+    model_type = "triptych"
+
+    topology: Literal["encoder", "decoder", "encoder_decoder"] = "encoder_decoder"
+    vocab_size: int = 37000
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = True
+    initializer_range: float | int | None = None
+    logit_scale: float | int = 1.0
+    classifier_dropout: float | int | None = None
+    use_cache: bool = True
+
+    def __new__(cls, *args, topology: str | None = None, **kwargs):
+        if cls is TriptychConfig:
+            topology = topology or "encoder_decoder"
+            if topology not in TOPOLOGIES:
+                raise ValueError(f"`topology` is {topology!r}, but must be one of {', '.join(TOPOLOGIES)}.")
+            cls = TOPOLOGIES[topology]
+        return super().__new__(cls)
+
+    @classmethod
+    def from_preset(cls, name: str, **changes) -> "TriptychConfig":
+        """Builds a shipped configuration, `configs/models/{name}.json`, with the given fields changed."""
+        folder = resources.files("triptych.configs") / "models"
+        presets = sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json"))
+        if name not in presets:
+            raise ValueError(f"There is no preset {name!r}; there are {', '.join(presets)}.")
+        preset = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        for panel in ("encoder", "decoder"):
+            if isinstance(changes.get(panel), dict):
+                changes[panel] = {**preset.get(panel, {}), **changes[panel]}
+        return TriptychConfig(**{**preset, **changes})
+
+    def validate_topology(self):
+        """A class holds one topology: `TriptychEncoderConfig(topology="decoder")` is a contradiction."""
+        own = type(self).__dataclass_fields__["topology"].default
+        if type(self) is not TriptychConfig and self.topology != own:
+            raise ValueError(f"`topology` is {self.topology!r}, but {type(self).__name__} is always {own!r}.")
+
+    def validate_token_ids(self):
+        """Special tokens must be rows of the embedding."""
+        for name in SPECIAL_TOKENS:
+            value = getattr(self, name, None)
+            for token in value if isinstance(value, list) else [value]:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ValueError(
+                        f"`{name}` is {token}, but must be None or from 0 to vocab_size - 1 = {self.vocab_size - 1}."
+                    )
+
+
+@strict
+class TriptychStackConfig(TriptychConfig):
+    """Fields of one stack of layers; encoder and decoder have the same ones.
+
+    Args:
+        hidden_size, intermediate_size: width of the residual stream and of the feed-forward layer.
+        num_hidden_layers, num_attention_heads: depth, and heads of each attention.
+        num_key_value_heads: key/value heads, each shared by a group of query heads (Ainslie et al. 2023);
+            None is one per query head.
+        head_dim: width of one head; None is `hidden_size / num_attention_heads`.
+        hidden_act: activation of the feed-forward layer, a name known to transformers.
+        mlp_type: "dense" is `down(act(up(x)))`, "gated" is `down(act(gate(x)) * up(x))` (Shazeer 2020).
+        norm_type, norm_eps: "layernorm" or "rmsnorm" (Zhang & Sennrich 2019), and its epsilon.
+        norm_position: with f a sublayer, "post" is `norm(x + f(x))`, "pre" is `x + f(norm(x))` (Xiong et al. 2020),
+            "sandwich" is `x + norm(f(norm(x)))` (Ding et al. 2021).
+        residual_scale: the factor s that keeps deep stacks stable; "post" is `norm(s * x + f(x))`, DeepNorm's alpha
+            (Wang et al. 2022), with initial weights scaled to match; "pre" and "sandwich" scale the branch, s * f.
+        position_embedding_type: "sinusoidal" (2017), "learned", "rotary" (Su et al. 2021), "relative" (Raffel et al.
+            2020, bucketed biases shared by the layers), "alibi" (Press et al. 2022) or "none".
+        max_position_embeddings: length of the learned table, and the pre-training length that rope scaling starts from.
+        rope_parameters: rotary settings as transformers spells them, flat or one dictionary per layer type.
+        relative_attention_num_buckets, relative_attention_max_distance: of the relative biases.
+        attention_bias, mlp_bias: biases in the projections.
+        qk_norm: normalise each query and key head before the dot product (Henry et al. 2020).
+        attention_scale: factor on the dot products; None is `head_dim ** -0.5`.
+        layer_types: per layer "full_attention", "sliding_attention" or "chunked_attention"; None is all sliding if
+            `sliding_window` is given, all chunked if `attention_chunk_size` is, else all full.
+        sliding_window: W. A causal layer sees the last W tokens, itself included; a bidirectional one sees W // 2
+            tokens to each side.
+        attention_chunk_size: tokens of a chunk; a chunked layer sees its own chunk only.
+        hidden_dropout: after each sublayer and the embedding (the paper's P_drop).
+        attention_dropout, activation_dropout: on attention weights, and inside the feed-forward layer.
+        embedding_size: width of the token table if it is factorised (Lan et al. 2020); None is `hidden_size`.
+        scale_embedding: multiply token embeddings by the square root of their width (2017, section 3.4).
+        embedding_norm: normalise the summed embeddings.
+        type_vocab_size: number of token types (BERT's segments); 0 is none.
+        share_layers: one layer's parameters at every depth (Lan et al. 2020).
+        pooling: which real token stands for the sequence: "first", "last", or their "mean".
+    """
+
+    hidden_size: int = 512
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "relu"
+    mlp_type: Literal["dense", "gated"] = "dense"
+    norm_type: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_position: Literal["post", "pre", "sandwich"] = "post"
+    norm_eps: float | int = 1e-5
+    residual_scale: float | int = 1.0
+    position_embedding_type: Literal["sinusoidal", "learned", "rotary", "relative", "alibi", "none"] = "sinusoidal"
+    max_position_embeddings: int = 1024
+    rope_parameters: dict[str, Any] | None = None
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    attention_bias: bool = False
+    mlp_bias: bool = True
+    qk_norm: bool = False
+    attention_scale: float | int | None = None
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    hidden_dropout: float | int = 0.1
+    attention_dropout: float | int = 0.0
+    activation_dropout: float | int = 0.0
+    embedding_size: int | None = None
+    scale_embedding: bool = True
+    embedding_norm: bool = False
+    type_vocab_size: int = 0
+    share_layers: bool = False
+    pooling: Literal["first", "last", "mean"] = "first"
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads > 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"`hidden_size` is {self.hidden_size}, but must be a multiple of `num_attention_heads` = "
+                    f"{self.num_attention_heads} when `head_dim` is not given."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.embedding_size is None:
+            self.embedding_size = self.hidden_size
+        if self.layer_types is None:
+            local = "sliding_attention" if self.sliding_window else "chunked_attention"
+            is_local = self.sliding_window or self.attention_chunk_size
+            self.layer_types = [local if is_local else "full_attention"] * self.num_hidden_layers
+
+        is_rotary = self.position_embedding_type == "rotary"
+        if self.rope_parameters and not is_rotary:
+            raise ValueError(
+                f"`rope_parameters` is given, but `position_embedding_type` is {self.position_embedding_type!r}, "
+                "not 'rotary'."
+            )
+        self.rope_parameters = copy.deepcopy(self.rope_parameters)  # transformers fills it in place
+        super().__post_init__(**kwargs)
+        if not is_rotary:
+            self.rope_parameters = None
+        if self.position_embedding_type in ("relative", "alibi"):
+            # These biases belong to heads, which a tensor-parallel plan would split: attention stays whole.
+            self.base_model_tp_plan = {name: how for name, how in STACK_TP_PLAN.items() if ".mlp." in name}
+
+    def validate_sizes(self):
+        """Sizes are positive, probabilities are probabilities."""
+        positive = (
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+            "head_dim max_position_embeddings embedding_size norm_eps residual_scale"
+        )
+        for name in positive.split():
+            if getattr(self, name) is None or getattr(self, name) <= 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be greater than 0.")
+        for name in ("hidden_dropout", "attention_dropout", "activation_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 0 and below 1.")
+        if self.type_vocab_size < 0:
+            raise ValueError(f"`type_vocab_size` is {self.type_vocab_size}, but must be at least 0.")
+
+    def validate_heads(self):
+        """Each key/value head serves a whole group of query heads."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_key_value_heads` is {self.num_key_value_heads}, but must divide `num_attention_heads` = "
+                f"{self.num_attention_heads}."
+            )
+
+    def validate_activation(self):
+        """The activation is one that transformers knows."""
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` is {self.hidden_act!r}, but must be one of {', '.join(sorted(ACT2FN))}.")
+
+    def validate_layer_type(self):
+        """One layer type per layer, and the size that a local type needs."""
+        for layer_type in self.layer_types:
+            if layer_type not in LAYER_TYPES:
+                raise ValueError(f"`layer_types` has {layer_type!r}, but must be of {', '.join(LAYER_TYPES)}.")
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"`layer_types` has {len(self.layer_types)} entries, but must have `num_hidden_layers` = "
+                f"{self.num_hidden_layers}."
+            )
+        for layer_type, name in (
+            ("sliding_attention", "sliding_window"),
+            ("chunked_attention", "attention_chunk_size"),
+        ):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"`{name}` is {size}, but must be None or at least 1.")
+            if size is None and layer_type in self.layer_types:
+                raise ValueError(f"`layer_types` has {layer_type!r}, but `{name}` is None; it must be at least 1.")
+        if self.share_layers and len(set(self.layer_types)) > 1:
+            raise ValueError(f"`share_layers` is True, but `layer_types` differ: {self.layer_types}.")
+
+    def validate_positions(self):
+        """Sine and cosine come in pairs; buckets on each side need room."""
+        if self.position_embedding_type == "sinusoidal" and self.embedding_size % 2:
+            raise ValueError(f"`embedding_size` is {self.embedding_size}, but sinusoidal positions need an even one.")
+        if self.position_embedding_type == "rotary":
+            for parameters in rope_by_layer_type(self).values():
+                rotated = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
+                if rotated % 2 or not rotated:
+                    raise ValueError(f"Rotary positions need an even number of head dimensions, but {rotated} rotate.")
+        if self.position_embedding_type == "relative":
+            if self.relative_attention_num_buckets < 4 or self.relative_attention_num_buckets % 2:
+                raise ValueError(
+                    f"`relative_attention_num_buckets` is {self.relative_attention_num_buckets}, but must be even and "
+                    "at least 4."
+                )
+            if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
+                raise ValueError(
+                    f"`relative_attention_max_distance` is {self.relative_attention_max_distance}, but must exceed "
+                    f"half of `relative_attention_num_buckets` = {self.relative_attention_num_buckets}."
+                )
+
+
+def rope_by_layer_type(config: TriptychStackConfig) -> dict[str, dict[str, Any]]:
+    """The rotary settings of each layer type that the stack has; flat settings serve them all."""
+    layer_types = sorted(set(config.layer_types))
+    nested = config.nested_rope_parameter_keys(config.rope_parameters)
+    return {name: config.rope_parameters[name] if nested else config.rope_parameters for name in layer_types}
+
+
+@strict
+class TriptychEncoderConfig(TriptychStackConfig):
+    """A stack that reads both ways: BERT and its kind."""
+
+    base_model_tp_plan = STACK_TP_PLAN
+
+    topology: Literal["encoder", "decoder", "encoder_decoder"] = "encoder"
+
+
+@strict
+class TriptychDecoderConfig(TriptychStackConfig):
+    """A stack that reads left to right: GPT and its kind, or the right panel of an encoder-decoder.
+
+    Args:
+        is_causal: False runs the stack without its causal mask.
+        add_cross_attention: each layer also reads `encoder_hidden_states`, of width `cross_attention_hidden_size`.
+    """
+
+    base_model_tp_plan = STACK_TP_PLAN
+
+    topology: Literal["encoder", "decoder", "encoder_decoder"] = "decoder"
+    pooling: Literal["first", "last", "mean"] = "last"
+    is_causal: bool = True
+    add_cross_attention: bool = False
+    cross_attention_hidden_size: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.add_cross_attention and self.cross_attention_hidden_size is None:
+            self.cross_attention_hidden_size = self.hidden_size
+        super().__post_init__(**kwargs)
+
+
+@strict
+class TriptychEncoderDecoderConfig(TriptychConfig):
+    """Two stacks: the decoder reads what the encoder wrote.
+
+    Args:
+        encoder, decoder: fields of each stack. A stack field given beside them applies to both; what a stack says
+            itself wins.
+        share_embeddings: source and target tokens have one table (2017, section 3.4).
+        decoder_start_token_id: first decoder input; None is `bos_token_id`.
+    """
+
+    sub_configs_defaults: ClassVar = {"encoder": TriptychEncoderConfig, "decoder": TriptychDecoderConfig}
+
+    topology: Literal["encoder", "decoder", "encoder_decoder"] = "encoder_decoder"
+    encoder: TriptychEncoderConfig | dict[str, Any] | None = None
+    decoder: TriptychDecoderConfig | dict[str, Any] | None = None
+    share_embeddings: bool = True
+    decoder_start_token_id: int | None = None
+    is_encoder_decoder: bool = True
+
+    def __post_init__(self, **kwargs):
+        stack_fields = {field.name for field in fields(TriptychStackConfig)} - {
+            field.name for field in fields(PreTrainedConfig)
+        }
+        at_top = {name: kwargs.pop(name) for name in list(kwargs) if name in stack_fields}
+        at_top |= {
+            field.name: getattr(self, field.name) for field in fields(TriptychConfig) if field.name in stack_fields
+        }
+        at_top.pop("topology")
+        panels = {name: getattr(self, name) or {} for name in ("encoder", "decoder")}
+        # A configuration loaded elsewhere (remote code has its own copy of these classes) is read as its fields.
+        panels = {name: panel if isinstance(panel, dict) else panel.to_dict() for name, panel in panels.items()}
+        self.encoder = {**at_top, **panels["encoder"]}
+        width = self.encoder.get("hidden_size", TriptychStackConfig.hidden_size)
+        always = {"add_cross_attention": True, "cross_attention_hidden_size": width}
+        self.decoder = {**at_top, **panels["decoder"], **always}
+        if self.decoder_start_token_id is None:
+            self.decoder_start_token_id = self.bos_token_id
+        super().__post_init__(**kwargs)
+        self.vocab_size = self.decoder.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the decoder, which is what the heads and training engines ask for."""
+        return self.decoder.hidden_size
+
+    def validate_share_embeddings(self):
+        """One table needs one shape."""
+        for name in ("vocab_size", "embedding_size"):
+            source, target = getattr(self.encoder, name), getattr(self.decoder, name)
+            if self.share_embeddings and source != target:
+                raise ValueError(
+                    f"`share_embeddings` is True, but `encoder.{name}` is {source} and `decoder.{name}` is {target}."
+                )
+
+    def validate_decoder(self):
+        """The right panel reads the left one."""
+        if self.decoder.cross_attention_hidden_size != self.encoder.hidden_size:
+            raise ValueError(
+                f"`decoder.cross_attention_hidden_size` is {self.decoder.cross_attention_hidden_size}, but must be "
+                f"`encoder.hidden_size` = {self.encoder.hidden_size}."
+            )
+
+
+TOPOLOGIES = {
+    "encoder": TriptychEncoderConfig,
+    "decoder": TriptychDecoderConfig,
+    "encoder_decoder": TriptychEncoderDecoderConfig,
+}

@@ -1,0 +1,121 @@
+"""One layer of the Transformer, for every panel: attention, cross-attention where there is an encoder, feed-forward.
+
+Shapes: B batch, T tokens, S encoder tokens, D hidden_size.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention import NORMS, TriptychAttention
+from .configuration_triptych import TriptychStackConfig
+
+
+class TriptychMLP(nn.Module):
+    """FFN(x) = W_down act(W_up x) (Vaswani et al. 2017, equation 2), or gated: W_down (act(W_gate x) * W_up x)."""
+
+    def __init__(self, config: TriptychStackConfig):
+        super().__init__()
+        self.is_gated = config.mlp_type == "gated"
+        if self.is_gated:
+            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act = ACT2FN[config.hidden_act]
+        self.dropout = nn.Dropout(config.activation_dropout)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[B, T, D] to [B, T, D], each token by itself."""
+        up = self.up_proj(hidden_states)
+        inner = self.act(self.gate_proj(hidden_states)) * up if self.is_gated else self.act(up)
+        return self.down_proj(self.dropout(inner))
+
+
+class TriptychLayer(GradientCheckpointingLayer):
+    """Sublayers joined to the residual stream; s is `residual_scale`.
+
+    ```
+        post               pre                sandwich
+          x                  x                   x
+          |---.              |---.               |---.
+          |   f              |   norm            |   norm
+          |   |              |   f               |   f
+          | s |              |   | s             |   norm
+          '-+-'              '-+-'               '-+-' s
+          norm                 |                   |
+    ```
+    """
+
+    def __init__(self, config: TriptychStackConfig, layer_idx: int):
+        super().__init__()
+        self.norm_position = config.norm_position
+        self.residual_scale = config.residual_scale
+        self.self_attn = TriptychAttention(config, layer_idx)
+        if getattr(config, "add_cross_attention", False):
+            self.cross_attn = TriptychAttention(config, layer_idx, is_cross_attention=True)
+        self.mlp = TriptychMLP(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        for sublayer in [name for name, _ in self.named_children() if name in ("self_attn", "cross_attn", "mlp")]:
+            norm = NORMS[config.norm_type]
+            setattr(self, f"{sublayer}_norm", norm(config.hidden_size, eps=config.norm_eps))
+            if config.norm_position == "sandwich":
+                setattr(self, f"{sublayer}_post_norm", norm(config.hidden_size, eps=config.norm_eps))
+
+    def join(self, sublayer: str, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`x` after sublayer `f`, as the drawing has it."""
+        norm = getattr(self, f"{sublayer}_norm")
+        if self.norm_position == "post":
+            return norm(self.residual_scale * x + self.dropout(f(x)))
+        branch = f(norm(x))
+        if self.norm_position == "sandwich":
+            branch = getattr(self, f"{sublayer}_post_norm")(branch)
+        return x + self.residual_scale * self.dropout(branch)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: Cache | None = None,
+        layer_idx: int | None = None,
+        is_causal: bool | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """[B, T, D] to [B, T, D]; see `TriptychAttention` for the arguments. What needs a gradient comes by position,
+        as gradient checkpointing wants it."""
+        is_pair = isinstance(cache, EncoderDecoderCache)
+
+        def self_attention(x: torch.Tensor) -> torch.Tensor:
+            output, _ = self.self_attn(
+                x,
+                position_bias=position_bias,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                cache=cache.self_attention_cache if is_pair else cache,
+                layer_idx=layer_idx,
+                is_causal=is_causal,
+                **kwargs,
+            )
+            return output
+
+        def cross_attention(x: torch.Tensor) -> torch.Tensor:
+            output, _ = self.cross_attn(
+                x,
+                encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                cache=cache if is_pair else None,
+                layer_idx=layer_idx,
+            )
+            return output
+
+        hidden_states = self.join("self_attn", hidden_states, self_attention)
+        if encoder_hidden_states is not None:
+            hidden_states = self.join("cross_attn", hidden_states, cross_attention)
+        return self.join("mlp", hidden_states, self.mlp)

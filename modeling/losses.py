@@ -1,0 +1,119 @@
+"""What the heads minimise. Every loss ignores the label -100, is a sum over items divided by `num_items_in_batch` when
+the trainer gives it (so that accumulated steps weigh each item alike), and their mean otherwise.
+
+Shapes: B batch, T tokens, V vocabulary, L labels.
+"""
+
+import torch
+from torch.nn import functional as F
+from transformers.utils.import_utils import is_tracing
+
+IGNORE = -100
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    label_smoothing: float = 0.0,
+    **kwargs,
+) -> torch.Tensor:
+    """Cross-entropy of `logits` [..., V] against `labels` [...], smoothed as in Szegedy et al. 2016, section 7.
+
+    Raises:
+        ValueError: `labels` has another shape than `logits`, or a label outside the vocabulary.
+    """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"`labels` has shape {list(labels.shape)}, but must be {list(logits.shape[:-1])}.")
+    labels = labels.to(logits.device)
+    check_labels(labels, logits.shape[-1])
+    total = F.cross_entropy(
+        logits.float().flatten(0, -2),
+        labels.flatten(),
+        ignore_index=IGNORE,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    return per_item(total, (labels != IGNORE).sum(), num_items_in_batch)
+
+
+def per_item(
+    total: torch.Tensor, count: torch.Tensor | int, num_items_in_batch: torch.Tensor | int | None
+) -> torch.Tensor:
+    """`total` over the items of the whole (accumulated) batch; nothing to learn from is a loss of zero."""
+    if num_items_in_batch is None:
+        return total / torch.as_tensor(count, device=total.device).clamp(min=1)
+    if torch.is_tensor(num_items_in_batch):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def check_labels(labels: torch.Tensor, num_classes: int):
+    """On a CPU the check is free; elsewhere it would wait for the device, which checks by itself."""
+    if labels.device.type != "cpu" or is_tracing(labels) or labels.numel() == 0:
+        return
+    low, high = int(labels.min()), int(labels.max())
+    if high >= num_classes or low < IGNORE or bool(((labels < 0) & (labels != IGNORE)).any()):
+        wrong = high if high >= num_classes else low
+        raise ValueError(f"`labels` has {wrong}, but labels must be {IGNORE} or from 0 to {num_classes - 1}.")
+
+
+def next_token_labels(
+    labels: torch.Tensor, attention_mask: torch.Tensor | None = None, documents: torch.Tensor | None = None
+) -> torch.Tensor:
+    """At each token, the label of the next real token of its document: [B, T], -100 where there is none.
+
+    Pads between tokens are skipped, and neither a pad nor another document's end predicts anything.
+    """
+    if attention_mask is None and documents is None:
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    real = torch.ones_like(labels, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    slots = torch.arange(labels.shape[1], device=labels.device)
+    last_real = torch.where(real, slots, -1).cummax(-1).values
+    previous = F.pad(last_real[:, :-1], (1, 0), value=-1)  # the real token before each slot
+    is_predicted = real & (previous >= 0)
+    previous = previous.clamp(min=0)
+    if documents is not None:
+        is_predicted &= documents == documents.gather(1, previous)
+    targets = torch.full_like(labels, IGNORE)
+    return targets.scatter_reduce(1, previous, torch.where(is_predicted, labels, IGNORE), reduce="amax")
+
+
+def classification_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    problem_type: str | None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    label_smoothing: float = 0.0,
+    **kwargs,
+) -> torch.Tensor:
+    """Loss of `logits` [B, L]: squared error for "regression" (labels [B] or [B, L]), cross-entropy for
+    "single_label_classification" (integers [B]), binary cross-entropy for "multi_label_classification" (floats [B, L]).
+
+    Without a `problem_type`: one label is a regression, integer labels are single, others are multiple labels.
+    """
+    num_labels = logits.shape[-1]
+    if problem_type is None:
+        is_single = labels.dtype in (torch.long, torch.int)
+        problem_type = "single_label_classification" if is_single else "multi_label_classification"
+        problem_type = "regression" if num_labels == 1 else problem_type
+    if problem_type == "single_label_classification":
+        return cross_entropy(logits, labels, num_items_in_batch, label_smoothing)
+    if labels.numel() != logits.numel():
+        raise ValueError(f"`labels` has shape {list(labels.shape)}, but must be {list(logits.shape)}.")
+    elementwise = F.mse_loss if problem_type == "regression" else F.binary_cross_entropy_with_logits
+    total = elementwise(logits.float(), labels.to(logits.device).view_as(logits).float(), reduction="sum")
+    return per_item(total, logits.numel(), num_items_in_batch)
+
+
+def span_loss(
+    start_logits: torch.Tensor, end_logits: torch.Tensor, start_positions: torch.Tensor, end_positions: torch.Tensor
+) -> torch.Tensor:
+    """Mean cross-entropy of a span's two ends: logits [B, T], positions [B]; a position outside the text is ignored."""
+
+    def end_loss(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        positions = positions.view(-1)
+        outside = (positions < 0) | (positions >= logits.shape[-1])
+        return cross_entropy(logits, positions.masked_fill(outside, IGNORE))
+
+    return (end_loss(start_logits, start_positions) + end_loss(end_logits, end_positions)) / 2

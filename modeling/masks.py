@@ -1,0 +1,357 @@
+"""Who sees whom: what a mask means is decided here, once per forward; who computes it is the attention backend.
+
+Shapes: B batch, T queries, S key slots (cached ones included), H heads.
+
+A slot is an index into the keys; the rank of a token is its place among the real tokens of its document. Padding moves
+slots, never ranks, so windows, chunks, prefixes and positions count ranks. Every rule below is a transformers mask
+function `(batch, head, query slot, key slot) -> visible`. Rules are composed, and the backend's registered mask
+function turns the result into what its kernel wants: a boolean tensor, an additive one, a block mask, or nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    or_masks,
+)
+from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_tracing
+
+from .configuration_triptych import TriptychStackConfig
+
+
+@dataclass
+class Layout:
+    """How the tokens of one forward lie: padding, documents and prefix, over all S key slots.
+
+    `None` means the plain case: no padding, one document, ranks equal slots, no prefix, no mask of the caller's own.
+    """
+
+    query_slots: torch.Tensor  # [T]
+    position_ids: torch.Tensor  # [B or 1, T] of the queries
+    padding: torch.Tensor | None = None  # [B, S] True on real tokens
+    documents: torch.Tensor | None = None  # [B, S] equal within a document
+    ranks: torch.Tensor | None = None  # [B, S]
+    prefix_length: torch.Tensor | None = None  # [B]
+    custom: torch.Tensor | dict | None = None  # the caller's 4D mask; continuous batching plans one per layer type
+
+    def rank(self, batch: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return slot if self.ranks is None else self.ranks[batch, slot]
+
+    def key_positions(self, length: int, offset: int) -> torch.Tensor:
+        """Positions [B or 1, length] of the key slots from `offset` on, for biases on distances."""
+        if self.ranks is None:
+            return (torch.arange(length, device=self.query_slots.device) + offset)[None]
+        ranks = F.pad(self.ranks, (0, max(0, offset + length - self.ranks.shape[1])))
+        return ranks[:, offset : offset + length]
+
+
+def read_layout(
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    prefix_length: torch.Tensor | None,
+    cache: Cache | None,
+) -> Layout:
+    """Reads the layout of `hidden_states` [B, T, D] from what the caller gave, and fills in `position_ids`.
+
+    Raises:
+        ValueError: an input has the wrong shape, or cannot be combined with what the cache already holds.
+    """
+    batch_size, length = hidden_states.shape[:2]
+    device = hidden_states.device
+    check_shapes(batch_size, length, position_ids, seq_idx, prefix_length)
+    if isinstance(cache, PagedAttentionCache):  # continuous batching plans its own masks and positions
+        return Layout(torch.arange(length, device=device), position_ids, custom=attention_mask)
+    past = cache.get_seq_length() if cache is not None else 0
+    query_slots = torch.arange(length, device=device) + past
+
+    padding = custom = None
+    if attention_mask is not None and attention_mask.ndim != 2:
+        custom = attention_mask
+    elif attention_mask is not None:
+        padding = attention_mask.to(device=device, dtype=torch.bool)
+        check_padding(padding, batch_size, length, past, cache)
+
+    documents = find_documents(position_ids, seq_idx, padding, past, batch_size, length)
+    ranks = rank_tokens(padding, documents)
+    if prefix_length is not None:
+        prefix_length = prefix_length.to(device)
+        check_prefix(prefix_length, padding, documents, past, length)
+    if position_ids is None:
+        position_ids = query_slots[None] if ranks is None else ranks[:, query_slots]
+    elif ranks is None and cache is None:
+        # Positions of the caller's own choice also place the keys, as far as distances are concerned.
+        ranks = None if is_plain(position_ids) else position_ids.to(device).expand(batch_size, -1)
+    return Layout(query_slots, position_ids.to(device), padding, documents, ranks, prefix_length, custom)
+
+
+def is_plain(position_ids: torch.Tensor) -> bool:
+    """Whether positions simply count from zero; a compiled graph must not look, and takes the general way."""
+    if is_tracing(position_ids):
+        return False
+    return bool((position_ids == torch.arange(position_ids.shape[-1], device=position_ids.device)).all())
+
+
+def check_shapes(batch_size, length, position_ids, seq_idx, prefix_length):
+    for name, value in (("position_ids", position_ids), ("seq_idx", seq_idx)):
+        if value is not None and tuple(value.shape) not in ((batch_size, length), (1, length)):
+            raise ValueError(f"`{name}` has shape {list(value.shape)}, but must be {[batch_size, length]}.")
+    if prefix_length is not None and tuple(prefix_length.shape) != (batch_size,):
+        raise ValueError(f"`prefix_length` has shape {list(prefix_length.shape)}, but must be [{batch_size}].")
+
+
+def check_padding(padding: torch.Tensor, batch_size: int, length: int, past: int, cache: Cache | None):
+    """A 2D mask covers the cached tokens and the new ones; a static cache may be given all its slots at once."""
+    expected = past + length
+    is_fixed = isinstance(expected, torch.Tensor) or getattr(cache, "is_compileable", False)
+    fits = padding.shape[1] >= length if is_fixed else padding.shape[1] == expected
+    if padding.shape[0] != batch_size or not fits:
+        cached = f", of which {past} are cached" if cache is not None else ""
+        raise ValueError(
+            f"`attention_mask` has shape {list(padding.shape)}, but must be [{batch_size}, {expected}] "
+            f"(tokens{cached}) or a 4D mask."
+        )
+
+
+def check_prefix(prefix_length: torch.Tensor, padding, documents, past: int, length: int):
+    """The tokens of a prefix see each other, so none of them can wait for a later call."""
+    if documents is not None:
+        raise ValueError("`prefix_length` cannot be combined with packed documents.")
+    if is_tracing(prefix_length):
+        return
+    seen = padding.sum(-1) if padding is not None else torch.full_like(prefix_length, int(past) + length)
+    if int(past) == 0 and bool((prefix_length > seen).any()):
+        raise ValueError(
+            f"`prefix_length` is {prefix_length.tolist()}, but only {seen.tolist()} real tokens are given; "
+            "a prefix must be given whole, in one call."
+        )
+
+
+def find_documents(position_ids, seq_idx, padding, past: int, batch_size: int, length: int) -> torch.Tensor | None:
+    """Document number [B, S] of each slot: `seq_idx` where given, else a new one wherever positions restart at 0.
+
+    Later calls on a cache continue the last document, which only the caller can tell apart: `seq_idx` is refused there.
+    """
+    if seq_idx is None and (position_ids is None or length == 1):
+        return None
+    reference = position_ids if seq_idx is None else seq_idx
+    is_traced = is_tracing(reference)
+    if isinstance(past, torch.Tensor):  # a static cache keeps its length in a tensor
+        past = None if is_traced else int(past)
+    if past != 0:
+        if seq_idx is not None:
+            raise ValueError(
+                "`seq_idx` is given, but the cache already holds tokens; packed documents fill it at once."
+            )
+        return None
+    if seq_idx is not None:
+        documents = seq_idx
+    else:
+        starts = position_ids == 0
+        if padding is not None:
+            starts = starts & padding[:, :length]
+        if not is_traced and not (starts.sum(-1) > 1).any():
+            return None
+        documents = starts.cumsum(-1) - 1  # numbered as `seq_idx` is
+    documents = documents.expand(batch_size, -1)
+    slots = padding.shape[1] if padding is not None else length
+    return F.pad(documents, (0, slots - length), value=-1)
+
+
+def rank_tokens(padding: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
+    """Place [B, S] of each token among the real tokens of its document; a pad has that of the token before it."""
+    if padding is None and documents is None:
+        return None
+    real = padding.long() if padding is not None else torch.ones_like(documents, dtype=torch.long)
+    ranks = (real.cumsum(-1) - 1).clamp(min=0)
+    if documents is not None:
+        is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        # The count of real tokens before the document, carried along it.
+        before = torch.where(is_start, real.cumsum(-1) - real, 0).cummax(-1).values
+        ranks = (real.cumsum(-1) - 1 - before).clamp(min=0)
+    return ranks
+
+
+def visibility(config: TriptychStackConfig, layout: Layout, layer_type: str, is_causal: bool) -> tuple[Callable, int]:
+    """The mask function of one layer type, and the key length up to which its window hides nothing (0: no window)."""
+    sees = causal_mask_function if is_causal else bidirectional_mask_function
+    window = 0
+    if layout.prefix_length is not None:
+        sees = or_masks(sees, prefix_rule(layout))
+    if layer_type == "sliding_attention":
+        # Causal: the last W tokens. Bidirectional: W // 2 to each side. Both as a distance below `window`.
+        window = config.sliding_window if is_causal else config.sliding_window // 2 + 1
+        sees = and_masks(sees, window_rule(layout, window))
+    elif layer_type == "chunked_attention":
+        window = config.attention_chunk_size
+        sees = and_masks(sees, chunk_rule(layout, window))
+    if layout.documents is not None:
+        sees = and_masks(sees, document_rule(layout.documents, layout.documents))
+    return sees, window
+
+
+def prefix_rule(layout: Layout) -> Callable:
+    def both_in_prefix(batch, head, query, key):
+        ends = layout.prefix_length[batch]
+        return (layout.rank(batch, query) < ends) & (layout.rank(batch, key) < ends)
+
+    return both_in_prefix
+
+
+def window_rule(layout: Layout, window: int) -> Callable:
+    def within_window(batch, head, query, key):
+        return (layout.rank(batch, query) - layout.rank(batch, key)).abs() < window
+
+    return within_window
+
+
+def chunk_rule(layout: Layout, size: int) -> Callable:
+    def same_chunk(batch, head, query, key):
+        return layout.rank(batch, query) // size == layout.rank(batch, key) // size
+
+    return same_chunk
+
+
+def document_rule(query_documents: torch.Tensor, key_documents: torch.Tensor) -> Callable:
+    def same_document(batch, head, query, key):
+        return query_documents[batch, query] == key_documents[batch, key]
+
+    return same_document
+
+
+def self_attention_mask(
+    config: TriptychStackConfig,
+    hidden_states: torch.Tensor,
+    layout: Layout,
+    layer_type: str,
+    is_causal: bool,
+    cache: Cache | None,
+):
+    """The backend's mask for one layer type, over key slots `offset` to `offset + length` as the cache returns them.
+
+    Returns:
+        The mask, and (length, offset) of the keys.
+    """
+    layer_idx = config.layer_types.index(layer_type)
+    query_length = hidden_states.shape[1]
+    if isinstance(cache, PagedAttentionCache):
+        custom = layout.custom
+        return (custom.get(layer_type) if isinstance(custom, dict) else custom), (query_length, 0)
+    if cache is not None:
+        key_length, key_offset = cache.get_mask_sizes(query_length, layer_idx)
+        query_offset = cache.get_query_offset(layer_idx)
+    else:
+        key_length, key_offset, query_offset = query_length, 0, 0
+    keys = (key_length, key_offset)
+    if layout.custom is not None:
+        return check_custom(layout.custom, hidden_states, config, key_length), keys
+
+    sees, window = visibility(config, layout, layer_type, is_causal)
+    # Only the plain pattern can be left to a kernel's own causal flag; see transformers' `sdpa_mask`.
+    is_plain_pattern = layout.documents is None and layout.prefix_length is None
+    is_compiled_step = getattr(cache, "is_compileable", False) and query_length == 1
+    refuse_on_flash(config, layout, hidden_states.shape[0])
+    mask = backend_mask_function(config)(
+        batch_size=hidden_states.shape[0],
+        q_length=query_length,
+        kv_length=key_length,
+        q_offset=query_offset,
+        kv_offset=key_offset,
+        mask_function=sees,
+        attention_mask=layout.padding,
+        local_size=window or None,
+        allow_is_causal_skip=is_causal and is_plain_pattern and not is_compiled_step,
+        allow_is_bidirectional_skip=not is_causal and is_plain_pattern,
+        dtype=hidden_states.dtype,
+        config=config,
+        device=hidden_states.device,
+    )
+    return mask, keys
+
+
+def cross_attention_mask(
+    config: TriptychStackConfig,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    encoder_attention_mask: torch.Tensor | None,
+    query_documents: torch.Tensor | None,
+    key_documents: torch.Tensor | None,
+):
+    """The backend's mask between decoder tokens [B, T] and encoder tokens [B, S]; packed pairs meet only each other."""
+    batch_size, key_length = encoder_hidden_states.shape[:2]
+    padding = encoder_attention_mask
+    if padding is not None and padding.ndim == 4:
+        return check_custom(padding, hidden_states, config, key_length)
+    if padding is not None:
+        if tuple(padding.shape) != (batch_size, key_length):
+            raise ValueError(
+                f"`encoder_attention_mask` has shape {list(padding.shape)}, but must be {[batch_size, key_length]}."
+            )
+        padding = padding.to(device=hidden_states.device, dtype=torch.bool)
+    if (query_documents is None) != (key_documents is None):
+        raise ValueError("Packed documents must be packed alike in the encoder and the decoder, but only one side is.")
+    sees = bidirectional_mask_function
+    if query_documents is not None:
+        sees = and_masks(sees, document_rule(query_documents, key_documents))
+    return backend_mask_function(config)(
+        batch_size=batch_size,
+        q_length=hidden_states.shape[1],
+        kv_length=key_length,
+        mask_function=sees,
+        attention_mask=padding,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=query_documents is None,
+        dtype=hidden_states.dtype,
+        config=config,
+        device=hidden_states.device,
+    )
+
+
+def backend_mask_function(config: TriptychStackConfig) -> Callable:
+    """The mask function registered for the chosen backend; without one, masks would silently vanish."""
+    name = config._attn_implementation
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+        raise ValueError(
+            f"`attn_implementation` is {name!r}, which has no mask function; register one with "
+            "`AttentionMaskInterface.register`, or choose one of "
+            f"{', '.join(sorted(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping))}."
+        )
+    return ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+
+def refuse_on_flash(config: TriptychStackConfig, layout: Layout, batch_size: int):
+    """Flash attention reads padding, windows and rows of packed documents, and would ignore any other rule."""
+    if not is_flash_attention_requested(config):
+        return
+    name = config._attn_implementation
+    if layout.prefix_length is not None or layout.custom is not None:
+        raise ValueError(f"`attn_implementation` is {name!r}, which takes no 4D mask and no `prefix_length`.")
+    if layout.documents is not None and (batch_size > 1 or layout.padding is not None):
+        raise ValueError(f"`attn_implementation` is {name!r}, which takes packed documents only in one unpadded row.")
+
+
+def check_custom(mask: torch.Tensor, hidden_states: torch.Tensor, config: TriptychStackConfig, key_length: int):
+    """A caller's 4D mask, boolean (True is visible) or additive, as an additive one [B or 1, H or 1, T, S]."""
+    batch_size, length = hidden_states.shape[:2]
+    allowed = ((1, batch_size), (1, config.num_attention_heads), (length,), (key_length,))
+    if mask.ndim != 4 or any(size not in sizes for size, sizes in zip(mask.shape, allowed, strict=True)):
+        raise ValueError(
+            f"`attention_mask` has shape {list(mask.shape)}, but must be 2D, or 4D "
+            f"[{batch_size} or 1, {config.num_attention_heads} or 1, {length}, {key_length}]."
+        )
+    mask = mask.to(hidden_states.device)
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(
+            ~mask, torch.finfo(hidden_states.dtype).min
+        )
+    return mask.to(hidden_states.dtype)

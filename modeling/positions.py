@@ -1,0 +1,141 @@
+"""Where a token stands: the six ways the literature tells a Transformer about order.
+
+Shapes: B batch, T queries, S keys, H heads, D model width, d head width.
+
+| type       | enters at                | source                                            |
+|------------|--------------------------|---------------------------------------------------|
+| sinusoidal | token embedding          | Vaswani et al. 2017, section 3.5                  |
+| learned    | token embedding          | Gehring et al. 2017; a plain table in `layers.py` |
+| rotary     | queries and keys         | Su et al. 2021, equation 34                       |
+| relative   | attention scores         | Raffel et al. 2020, section 2.1                   |
+| alibi      | attention scores         | Press et al. 2022, section 3                      |
+| none       | -                        | Haviv et al. 2022                                 |
+"""
+
+import copy
+import math
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+from .configuration_triptych import TriptychStackConfig
+
+
+def sinusoidal_embedding(position_ids: torch.Tensor, size: int) -> torch.Tensor:
+    """PE(pos, 2i) = sin(pos / 10000^(2i / size)), PE(pos, 2i + 1) = cos of the same, at any position.
+
+    Args:
+        position_ids: [B, T] integers.
+        size: even width of the encoding.
+
+    Returns:
+        [B, T, size] in float32.
+    """
+    frequencies = torch.exp(
+        torch.arange(0, size, 2, device=position_ids.device, dtype=torch.float32) * (-math.log(10000.0) / size)
+    )
+    angles = position_ids[..., None].float() * frequencies  # [B, T, size / 2]
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
+
+
+class TriptychRotaryEmbedding(nn.Module):
+    """Cosines and sines of the rotation angles, with any of transformers' rope types.
+
+    `partial_rotary_factor` below one rotates only the first dimensions of each head.
+    """
+
+    inv_freq: torch.Tensor
+    original_inv_freq: torch.Tensor
+
+    def __init__(self, config: TriptychStackConfig, rope_parameters: dict):
+        super().__init__()
+        # transformers' rope functions read the flat settings from a configuration.
+        self.config = copy.copy(config)
+        self.config.rope_parameters = rope_parameters
+        self.rope_type = rope_parameters["rope_type"]
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        initialise = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        inv_freq, self.attention_scaling = initialise(self.config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config, device=None, **kwargs) -> tuple[torch.Tensor, float]:
+        """theta_i = rope_theta^(-2i / r) over the r rotated dimensions: [r / 2], and no scaling of the result."""
+        rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
+        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [B, T, r] of `position_ids` [B, T], in the dtype of `hidden_states`."""
+        angles = position_ids[..., None].float() * self.inv_freq.to(device=position_ids.device, dtype=torch.float32)
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(hidden_states.dtype), sin.to(hidden_states.dtype)
+
+
+def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates dimension pairs (i, i + r/2) of `states` [B, H, T, d] by the angles of `cos`, `sin` [B, T, r], r <= d."""
+    cos, sin = cos[:, None], sin[:, None]
+    rotated, kept = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, kept), dim=-1) if kept.shape[-1] else rotated
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Head slopes: the geometric sequence of ratio 2^(-8/n) for n a power of two; otherwise the sequence of the power
+    below, then every second term of the one above, as the authors do."""
+
+    def geometric(n: int) -> list[float]:
+        return [2 ** (-8 * (head + 1) / n) for head in range(n)]
+
+    power = 2 ** math.floor(math.log2(num_heads))
+    return geometric(power) + geometric(2 * power)[::2][: num_heads - power]
+
+
+def alibi_bias(query_positions: torch.Tensor, key_positions: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """-slope * |i - j|: [B, H, T, S] in float32, symmetric so that it serves bidirectional layers too."""
+    slopes = torch.tensor(alibi_slopes(num_heads), device=key_positions.device)
+    distance = (query_positions[:, :, None] - key_positions[:, None, :]).abs()
+    return -slopes[:, None, None] * distance[:, None]
+
+
+def relative_buckets(
+    relative_position: torch.Tensor, bidirectional: bool, num_buckets: int, max_distance: int
+) -> torch.Tensor:
+    """Bucket of each key-minus-query distance: half of the buckets exact, the others logarithmic to `max_distance`.
+
+    Bidirectional layers give half of the buckets to keys on the right; causal layers never see those.
+    """
+    buckets = torch.zeros_like(relative_position)
+    if bidirectional:
+        num_buckets //= 2
+        buckets = (relative_position > 0) * num_buckets
+        distance = relative_position.abs()
+    else:
+        distance = (-relative_position).clamp(min=0)
+    exact = num_buckets // 2
+    # Distances below `exact` take the other branch; the clamp only keeps their logarithm finite.
+    far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
+    far = (exact + far.to(torch.long)).clamp(max=num_buckets - 1)
+    return buckets + torch.where(distance < exact, distance, far)
+
+
+class TriptychRelativeBias(nn.Module):
+    """A learned scalar per head and distance bucket, added to the attention scores of every layer."""
+
+    def __init__(self, config: TriptychStackConfig):
+        super().__init__()
+        self.num_buckets = config.relative_attention_num_buckets
+        self.max_distance = config.relative_attention_max_distance
+        self.relative_attention_bias = nn.Embedding(self.num_buckets, config.num_attention_heads)
+
+    def forward(self, query_positions: torch.Tensor, key_positions: torch.Tensor, bidirectional: bool) -> torch.Tensor:
+        """Bias [B, H, T, S] between `query_positions` [B, T] and `key_positions` [B, S]."""
+        relative_position = key_positions[:, None, :] - query_positions[:, :, None]  # [B, T, S]
+        buckets = relative_buckets(relative_position, bidirectional, self.num_buckets, self.max_distance)
+        return self.relative_attention_bias(buckets).permute(0, 3, 1, 2)

@@ -1,0 +1,532 @@
+"""The panels: a stack of layers that reads both ways, one that reads left to right, and the two joined.
+
+Shapes: B batch, T tokens, S encoder tokens, D hidden_size, E embedding_size.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    BaseModelOutputWithPooling,
+    Seq2SeqModelOutput,
+)
+from transformers.utils import ModelOutput, can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .attention import NORMS, TriptychAttention
+from .auto_map import auto_map
+from .configuration_triptych import (
+    TriptychConfig,
+    TriptychDecoderConfig,
+    TriptychEncoderConfig,
+    TriptychEncoderDecoderConfig,
+    TriptychStackConfig,
+    rope_by_layer_type,
+)
+from .layers import TriptychLayer, TriptychMLP
+from .masks import Layout, cross_attention_mask, find_documents, read_layout, self_attention_mask
+from .positions import TriptychRelativeBias, TriptychRotaryEmbedding, alibi_bias, sinusoidal_embedding
+
+renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+
+
+class TriptychPreTrainedModel(PreTrainedModel):
+    """What all panels and heads share: initial weights, backends, saving."""
+
+    config: TriptychConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TriptychLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    def __init__(self, config: TriptychConfig, *args, **kwargs):
+        topology = self.config_class.__dataclass_fields__["topology"].default
+        if type(self).config_class is not TriptychConfig and config.topology != topology:
+            raise ValueError(
+                f"`config.topology` is {config.topology!r}, but {type(self).__name__} is built from {topology!r}."
+            )
+        super().__init__(config, *args, **kwargs)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        """Refuses, at construction and at every switch, a backend that would ignore part of the configuration."""
+        if is_flash_attention_requested(requested_attention_implementation=attn_implementation):
+            config = self.config
+            for stack in (config.encoder, config.decoder) if config.topology == "encoder_decoder" else (config,):
+                if stack.position_embedding_type in ("relative", "alibi"):
+                    raise ValueError(
+                        f"`attn_implementation` is {attn_implementation!r}, which cannot add the biases of "
+                        f"`position_embedding_type` = {stack.position_embedding_type!r}; use sdpa or flex_attention."
+                    )
+                if "chunked_attention" in stack.layer_types:
+                    raise ValueError(
+                        f"`attn_implementation` is {attn_implementation!r}, which has no chunks, but `layer_types` has "
+                        "'chunked_attention'; use sdpa or flex_attention."
+                    )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def _init_weights(self, module: nn.Module):
+        """All initial weights.
+
+        Biases are 0 and norms 1. With an `initializer_range`, weights are normal of that deviation; without,
+        projections are Glorot-uniform (Glorot & Bengio 2010) and embeddings normal of deviation `width ** -0.5`, as in
+        the 2017 code. What writes into the residual stream starts smaller in deep stacks: by `(2 * layers) ** -0.5` if
+        norms come first (Radford et al. 2019), by DeepNorm's beta = 1 / (sqrt(2) * alpha) (Wang et al. 2022, table 1)
+        if `residual_scale` is its alpha.
+        """
+        super()._init_weights(module)
+        if isinstance(module, nn.Embedding):
+            std = self.config.initializer_range
+            init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
+        elif isinstance(module, nn.Linear):
+            self._init_projection(module)
+        elif isinstance(module, (TriptychAttention, TriptychMLP)):
+            config = self.config
+            if config.norm_position != "post":
+                writers, gain = ("o_proj", "down_proj"), (2 * config.num_hidden_layers) ** -0.5
+            elif config.residual_scale != 1:
+                writers = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+                gain = (2**0.5 * config.residual_scale) ** -1
+            else:
+                return
+            for name, child in module.named_children():
+                if name in writers:
+                    self._init_projection(child, gain)
+
+    def _init_projection(self, linear: nn.Linear, gain: float = 1.0):
+        std = self.config.initializer_range
+        if std is None:
+            init.xavier_uniform_(linear.weight, gain=gain)
+        else:
+            init.normal_(linear.weight, std=std * gain)
+
+    def save_pretrained(self, save_directory, *args, with_code: bool | None = None, **kwargs):
+        """Saves as transformers does, as safetensors.
+
+        Args:
+            with_code: also copy the family's code, so that `trust_remote_code=True` loads every head of the folder
+                where the package is not installed; None does so if this model came with code, or its class was given
+                to `register_for_auto_class`.
+        """
+        if with_code is None:
+            with_code = self.is_remote_code() or hasattr(self.config, "auto_map")
+        if not with_code and hasattr(self.config, "auto_map"):
+            del self.config.auto_map
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if with_code and kwargs.get("is_main_process", True):
+            self.config.auto_map = auto_map(self.config.topology)
+            self.config.save_pretrained(save_directory)
+            for file in Path(__file__).parent.glob("*.py"):
+                if file.name != "__init__.py":
+                    shutil.copyfile(file, Path(save_directory) / file.name)
+
+
+class TriptychStack(TriptychPreTrainedModel):
+    """Embeddings, layers and the final norm, which encoder and decoder share."""
+
+    def __init__(self, config: TriptychStackConfig):
+        super().__init__(config)
+        norm = NORMS[config.norm_type]
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size)
+        if config.position_embedding_type == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.embedding_size)
+        if config.type_vocab_size:
+            self.embed_token_types = nn.Embedding(config.type_vocab_size, config.embedding_size)
+        if config.embedding_norm:
+            self.embed_norm = norm(config.embedding_size, eps=config.norm_eps)
+        if config.embedding_size != config.hidden_size:
+            self.embed_proj = nn.Linear(config.embedding_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        if config.position_embedding_type == "rotary":
+            settings = rope_by_layer_type(config)
+            self.rotary_emb = nn.ModuleDict(
+                {name: TriptychRotaryEmbedding(config, settings[name]) for name in settings}
+            )
+        elif config.position_embedding_type == "relative":
+            self.relative_bias = TriptychRelativeBias(config)
+        depth = 1 if config.share_layers else config.num_hidden_layers
+        self.layers = nn.ModuleList([TriptychLayer(config, layer_idx) for layer_idx in range(depth)])
+        # After a post-norm layer the stream is normalised already.
+        is_post = config.norm_position == "post"
+        self.norm = nn.Identity() if is_post else norm(config.hidden_size, eps=config.norm_eps)
+        self.gradient_checkpointing = False
+
+    def embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        """Token embeddings [B, T, E], scaled by sqrt(E) if the configuration says so (2017, section 3.4)."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
+        name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+        if given.ndim != (2 if inputs_embeds is None else 3) or 0 in given.shape:
+            raise ValueError(f"`{name}` has shape {list(given.shape)}, but must be a batch of at least one token.")
+        if inputs_embeds is None:
+            # Free on a CPU; elsewhere it would wait for the device, which checks by itself.
+            if input_ids.device.type == "cpu" and not is_tracing(input_ids):
+                low, high = int(input_ids.min()), int(input_ids.max())
+                if low < 0 or high >= self.embed_tokens.num_embeddings:
+                    raise ValueError(
+                        f"`input_ids` has {low if low < 0 else high}, but token ids must be from 0 to vocab_size - 1 = "
+                        f"{self.embed_tokens.num_embeddings - 1}."
+                    )
+            inputs_embeds = self.embed_tokens(input_ids)
+        return inputs_embeds * self.config.embedding_size**0.5 if self.config.scale_embedding else inputs_embeds
+
+    def add_positions(
+        self, hidden_states: torch.Tensor, position_ids: torch.Tensor, token_type_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Input of the first layer [B, T, D]: tokens plus positions plus types, normalised, projected, dropped out."""
+        kind = self.config.position_embedding_type
+        if kind == "sinusoidal":
+            hidden_states = hidden_states + sinusoidal_embedding(position_ids, hidden_states.shape[-1]).to(
+                hidden_states.dtype
+            )
+        elif kind == "learned":
+            if position_ids.device.type == "cpu" and not is_tracing(position_ids):
+                length, allowed = int(position_ids.max()) + 1, self.embed_positions.num_embeddings
+                if length > allowed:
+                    raise ValueError(
+                        f"The text has {length} tokens, but the learned position table has `max_position_embeddings` = "
+                        f"{allowed}."
+                    )
+            hidden_states = hidden_states + self.embed_positions(position_ids)
+        if self.config.type_vocab_size:
+            if token_type_ids is None:
+                token_type_ids = torch.zeros_like(position_ids)
+            hidden_states = hidden_states + self.embed_token_types(token_type_ids)
+        if self.config.embedding_norm:
+            hidden_states = self.embed_norm(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        if self.config.embedding_size != self.config.hidden_size:
+            hidden_states = self.embed_proj(hidden_states)
+        return hidden_states
+
+    def position_bias(
+        self, hidden_states: torch.Tensor, layout: Layout, keys: tuple[int, int], is_causal: bool
+    ) -> torch.Tensor | None:
+        """What relative and ALiBi positions add to the scores: [B, H, T, S], or None."""
+        kind = self.config.position_embedding_type
+        if kind not in ("relative", "alibi"):
+            return None
+        queries, keys = layout.position_ids, layout.key_positions(*keys)
+        if kind == "relative":
+            bias = self.relative_bias(queries, keys, bidirectional=not is_causal)
+        else:
+            bias = alibi_bias(queries, keys, self.config.num_attention_heads)
+        return bias.to(hidden_states.dtype).expand(hidden_states.shape[0], -1, -1, -1)
+
+    def layer_inputs(self, hidden_states: torch.Tensor, layout: Layout, cache: Cache | None, is_causal: bool) -> dict:
+        """Per layer type, what its layers need beside the stream: mask, bias, rotary angles, and the causal flag."""
+        kind = self.config.position_embedding_type
+        if isinstance(cache, PagedAttentionCache) and kind in ("relative", "alibi"):
+            raise ValueError(f"Continuous batching cannot add the biases of `position_embedding_type` = {kind!r}.")
+        inputs = {}
+        for layer_type in dict.fromkeys(self.config.layer_types):
+            mask, keys = self_attention_mask(self.config, hidden_states, layout, layer_type, is_causal, cache)
+            bias = self.position_bias(hidden_states, layout, keys, is_causal)
+            hides_future = is_causal
+            if layout.custom is not None and not isinstance(cache, PagedAttentionCache):
+                # The caller's own mask is the whole mask, and an additive one: it joins the bias.
+                bias = mask if bias is None else bias + mask
+                bias = bias.expand(hidden_states.shape[0], self.config.num_attention_heads, -1, -1)
+                mask, hides_future = None, False
+            angles = None
+            if kind == "rotary":
+                angles = self.rotary_emb[layer_type](hidden_states, layout.position_ids)
+            inputs[layer_type] = bias, dict(attention_mask=mask, position_embeddings=angles, is_causal=hides_future)
+        return inputs
+
+    def read(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        token_type_ids: torch.Tensor | None,
+        seq_idx: torch.Tensor | None,
+        is_causal: bool,
+        prefix_length: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        encoder_seq_idx: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """The whole stack, from tokens [B, T] to hidden states [B, T, D]."""
+        hidden_states = self.embed(input_ids, inputs_embeds)
+        own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        layout = read_layout(hidden_states, attention_mask, position_ids, seq_idx, prefix_length, own_cache)
+        hidden_states = self.add_positions(hidden_states, layout.position_ids, token_type_ids)
+        inputs = self.layer_inputs(hidden_states, layout, own_cache, is_causal)
+        encoder_mask = None
+        if encoder_hidden_states is not None:
+            encoder_mask = cross_attention_mask(
+                self.config,
+                hidden_states,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                layout.documents,
+                encoder_seq_idx,
+            )
+        for layer_idx, layer_type in enumerate(self.config.layer_types):
+            layer = self.layers[0 if self.config.share_layers else layer_idx]
+            bias, rest = inputs[layer_type]
+            hidden_states = layer(
+                hidden_states,
+                encoder_hidden_states,
+                bias,
+                encoder_attention_mask=encoder_mask,
+                cache=cache,
+                layer_idx=layer_idx,
+                position_ids=layout.position_ids,
+                **rest,
+                **kwargs,
+            )
+        return self.norm(hidden_states)
+
+
+def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
+    """The vector [B, D] that stands for each text [B, T, D]: its first or last real token, or the mean of all."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+    else:
+        real = attention_mask[:, -hidden_states.shape[1] :].to(hidden_states.device, torch.bool)
+    if pooling == "mean":
+        weights = real.to(hidden_states.dtype)[..., None]
+        return (hidden_states * weights).sum(1) / weights.sum(1).clamp(min=1)
+    index = real.int().argmax(-1) if pooling == "first" else (real.cumsum(-1) * real).argmax(-1)
+    return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), index]
+
+
+class TriptychEncoderModel(TriptychStack):
+    """The left panel: every token sees every other (BERT and its kind)."""
+
+    config: TriptychEncoderConfig
+    _can_record_outputs = {
+        "hidden_states": TriptychLayer,
+        "attentions": OutputRecorder(TriptychAttention, index=1, layer_name="self_attn"),
+    }
+
+    def __init__(self, config: TriptychEncoderConfig):
+        super().__init__(config)
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPooling:
+        """Reads texts both ways.
+
+        Args:
+            input_ids: [B, T] token ids, or `inputs_embeds` [B, T, E] in their place.
+            attention_mask: [B, T], 1 on real tokens; or a 4D mask [B or 1, H or 1, T, T], boolean (True is visible) or
+                additive, which then is the whole mask.
+            token_type_ids: [B, T] segments; zeros if not given.
+            position_ids: [B, T]; by default real tokens count from 0. Where they restart at 0, a new document begins.
+            seq_idx: [B, T] document numbers of packed texts, which do not see each other.
+
+        Returns:
+            `last_hidden_state` [B, T, D] and `pooler_output` [B, D], the token (or mean) that `pooling` names.
+
+        Raises:
+            ValueError: an input has a wrong shape, an id is outside its table, or the batch is empty.
+        """
+        hidden_states = self.read(
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            seq_idx,
+            is_causal=False,
+            **{name: value for name, value in kwargs.items() if name not in ("use_cache", "is_causal")},
+        )
+        pooled = pool(hidden_states, attention_mask, self.config.pooling)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+
+class TriptychDecoderModel(TriptychStack):
+    """The right panel: a token sees itself and those before it, and the encoder's where there is one."""
+
+    config: TriptychDecoderConfig
+    _can_record_outputs = {
+        "hidden_states": TriptychLayer,
+        "attentions": OutputRecorder(TriptychAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(TriptychAttention, index=1, layer_name="cross_attn"),
+    }
+
+    def __init__(self, config: TriptychDecoderConfig):
+        super().__init__(config)
+        self.post_init()
+
+    @renamed_cache
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        encoder_hidden_states: torch.FloatTensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        encoder_seq_idx: torch.Tensor | None = None,
+        prefix_length: torch.LongTensor | None = None,
+        is_causal: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Reads texts left to right; the arguments of `TriptychEncoderModel.forward`, and:
+
+        Args:
+            attention_mask: [B, P + T] with P cached tokens.
+            cache: what earlier calls left behind; made here if `use_cache` and the model does not train.
+            encoder_hidden_states: [B, S, D'] and its `encoder_attention_mask` [B, S], for cross-attention.
+            encoder_seq_idx: [B, S] document numbers of the encoder tokens, to be matched with this side's.
+            prefix_length: [B], so many leading real tokens see each other both ways (Raffel et al. 2020, section 3.2).
+            is_causal: False reads both ways, as `config.is_causal` does for good.
+
+        Returns:
+            `last_hidden_state` [B, T, D] and the `cache`.
+        """
+        needs_encoder = self.config.add_cross_attention
+        if needs_encoder != (encoder_hidden_states is not None):
+            raise ValueError(
+                "`encoder_hidden_states` must be given, as `add_cross_attention` is True."
+                if needs_encoder
+                else "`encoder_hidden_states` is given, but `add_cross_attention` is False."
+            )
+        if use_cache and cache is None and not self.training:
+            cache = DynamicCache(config=self.config)
+            if needs_encoder:  # whatever the layer types, cross-attention sees the whole encoder
+                cache = EncoderDecoderCache(cache, DynamicCache())
+        hidden_states = self.read(
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            seq_idx,
+            is_causal=self.config.is_causal if is_causal is None else is_causal,
+            prefix_length=prefix_length,
+            cache=cache,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            encoder_seq_idx=encoder_seq_idx,
+            **kwargs,
+        )
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states, cache=cache)
+
+
+class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
+    """The whole altarpiece: the decoder reads what the encoder wrote (Vaswani et al. 2017, figure 1)."""
+
+    config: TriptychEncoderDecoderConfig
+
+    def __init__(self, config: TriptychEncoderDecoderConfig):
+        super().__init__(config)
+        self.encoder = TriptychEncoderModel(config.encoder)
+        self.decoder = TriptychDecoderModel(config.decoder)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module):
+        self.encoder.embed_tokens = value
+        if self.config.share_embeddings:
+            self.decoder.embed_tokens = value
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        return {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"} if self.config.share_embeddings else {}
+
+    @can_return_tuple
+    @renamed_cache
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
+        encoder_outputs: ModelOutput | tuple | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: torch.Tensor | None = None,
+        decoder_seq_idx: torch.Tensor | None = None,
+        **kwargs,
+    ) -> Seq2SeqModelOutput:
+        """Reads sources [B, S] and targets [B, T]; see the two stacks for the arguments.
+
+        Returns:
+            `last_hidden_state` [B, T, D] of the decoder, `encoder_last_hidden_state` [B, S, D'] and the `cache`.
+        """
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                token_type_ids=token_type_ids,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                seq_idx=seq_idx,
+                **kwargs,
+            )
+        elif not isinstance(encoder_outputs, ModelOutput):
+            encoder_outputs = BaseModelOutputWithPooling(
+                **dict(zip(("last_hidden_state", "hidden_states", "attentions"), encoder_outputs, strict=False))
+            )
+        encoder_hidden_states = encoder_outputs.last_hidden_state
+        batch_size, length = encoder_hidden_states.shape[:2]
+        padding = attention_mask.bool() if attention_mask is not None and attention_mask.ndim == 2 else None
+        decoder_outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            position_ids=decoder_position_ids,
+            cache=cache,
+            inputs_embeds=decoder_inputs_embeds,
+            use_cache=self.config.use_cache if use_cache is None else use_cache,
+            encoder_hidden_states=encoder_hidden_states,
+            # A mask between source tokens says nothing of what targets see.
+            encoder_attention_mask=attention_mask if padding is not None else None,
+            seq_idx=decoder_seq_idx,
+            encoder_seq_idx=find_documents(position_ids, seq_idx, padding, 0, batch_size, length),
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            cache=decoder_outputs.cache,
+            decoder_hidden_states=decoder_outputs.hidden_states,
+            decoder_attentions=decoder_outputs.attentions,
+            cross_attentions=decoder_outputs.cross_attentions,
+            encoder_last_hidden_state=encoder_hidden_states,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
