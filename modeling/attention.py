@@ -11,7 +11,9 @@ it is; a new kernel plugs in by registering both.
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.integrations.flex_attention import flex_attention_forward as transformers_flex_attention
+from transformers.modeling_utils import AttentionInterface
+from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from .configuration_triptych import TriptychStackConfig
 from .positions import apply_rotary
@@ -45,6 +47,31 @@ def eager_attention_forward(
     weights = scores.softmax(dim=-1).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def flex_attention_forward(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' flex attention, within what torch can do on a CPU: no gradients, and kernels for fixed sizes.
+
+    Raises:
+        ValueError: gradients are asked for on a CPU.
+    """
+    if query.device.type != "cpu" or is_torchdynamo_compiling():
+        return transformers_flex_attention(module, query, key, value, *args, **kwargs)
+    if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
+        raise ValueError(
+            "`attn_implementation` is 'flex_attention', which has no gradients on a CPU; use sdpa to train there, or "
+            "torch.no_grad() to run only."
+        )
+    # torch 2.13 writes C++ that does not compile once it takes the sizes of masks and biases for variable.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        return transformers_flex_attention(module, query, key, value, *args, **kwargs)
+
+
+# transformers' registry, whatever anyone adds to it, with this file's own form of one entry.
+ALL_ATTENTION_FUNCTIONS = AttentionInterface()
+ALL_ATTENTION_FUNCTIONS["flex_attention"] = flex_attention_forward
 
 
 class TriptychAttention(nn.Module):

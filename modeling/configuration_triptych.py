@@ -22,10 +22,14 @@ STACK_TP_PLAN = {
     "layers.*.self_attn.k_proj": "colwise",
     "layers.*.self_attn.v_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",  # each rank sees its own heads only
+    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     "layers.*.cross_attn.q_proj": "colwise",
     "layers.*.cross_attn.k_proj": "colwise",
     "layers.*.cross_attn.v_proj": "colwise",
     "layers.*.cross_attn.o_proj": "rowwise",
+    "layers.*.cross_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.cross_attn.k_norm": "replicated_with_grad_allreduce",
     "layers.*.mlp.gate_proj": "colwise",
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
@@ -200,9 +204,16 @@ class TriptychStackConfig(TriptychConfig):
         super().__post_init__(**kwargs)
         if not is_rotary:
             self.rope_parameters = None
+        self.base_model_tp_plan = self.tensor_parallel_plan()
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """How each projection that the stack has is split over devices."""
+        absent = ["gate_proj"] if self.mlp_type == "dense" else []
+        absent += [] if self.qk_norm else ["q_norm", "k_norm"]
+        absent += [] if getattr(self, "add_cross_attention", False) else ["cross_attn"]
         if self.position_embedding_type in ("relative", "alibi"):
-            # These biases belong to heads, which a tensor-parallel plan would split: attention stays whole.
-            self.base_model_tp_plan = {name: how for name, how in STACK_TP_PLAN.items() if ".mlp." in name}
+            absent += ["_attn."]  # their biases belong to heads, which must then stay together
+        return {name: how for name, how in STACK_TP_PLAN.items() if not any(part in name for part in absent)}
 
     def validate_sizes(self):
         """Sizes are positive, probabilities are probabilities."""
@@ -287,7 +298,7 @@ def rope_by_layer_type(config: TriptychStackConfig) -> dict[str, dict[str, Any]]
 class TriptychEncoderConfig(TriptychStackConfig):
     """A stack that reads both ways: BERT and its kind."""
 
-    base_model_tp_plan = STACK_TP_PLAN
+    base_config_key = "encoder"
 
     topology: Literal["encoder", "decoder", "encoder_decoder"] = "encoder"
 
@@ -301,7 +312,7 @@ class TriptychDecoderConfig(TriptychStackConfig):
         add_cross_attention: each layer also reads `encoder_hidden_states`, of width `cross_attention_hidden_size`.
     """
 
-    base_model_tp_plan = STACK_TP_PLAN
+    base_config_key = "decoder"
 
     topology: Literal["encoder", "decoder", "encoder_decoder"] = "decoder"
     pooling: Literal["first", "last", "mean"] = "last"

@@ -123,6 +123,18 @@ def check_padding(padding: torch.Tensor, batch_size: int, length: int, past: int
         )
 
 
+def check_window_cache(padding: torch.Tensor | None, layer_type: str):
+    """A window cache keeps slots, of which pads between real tokens would take the place of tokens in reach."""
+    if padding is None or is_tracing(padding):
+        return
+    begins = F.pad(padding[:, 1:] & ~padding[:, :-1], (1, 0)) | F.pad(padding[:, :1], (0, padding.shape[1] - 1))
+    if bool((begins.sum(-1) > 1).any()):
+        raise ValueError(
+            f"`attention_mask` has pads between real tokens, which the cache of {layer_type!r} layers cannot hold; "
+            "pad on the left, or pass `use_cache=False`."
+        )
+
+
 def check_prefix(prefix_length: torch.Tensor, padding, documents, past: int, length: int):
     """The tokens of a prefix see each other, so none of them can wait for a later call."""
     if documents is not None:
@@ -257,6 +269,8 @@ def self_attention_mask(
         return check_custom(layout.custom, hidden_states, config, key_length), keys
 
     sees, window = visibility(config, layout, layer_type, is_causal)
+    if window and cache is not None:
+        check_window_cache(layout.padding, layer_type)
     # Only the plain pattern can be left to a kernel's own causal flag; see transformers' `sdpa_mask`.
     is_plain_pattern = layout.documents is None and layout.prefix_length is None
     is_compiled_step = getattr(cache, "is_compileable", False) and query_length == 1

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, S encoder tokens, C choices, D hidden_size, E embeddi
 
 import copy
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.modeling_utils import slice_logits_to_keep
-from transformers.utils import ModelOutput, can_return_tuple
+from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 
 from .attention import NORMS
 from .configuration_triptych import (
@@ -123,7 +124,7 @@ class TriptychHead(TriptychPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         label_smoothing: float = 0.0,
         use_cache: bool = False,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> ModelOutput:
         """The base model's arguments, and:
 
@@ -249,7 +250,7 @@ class TriptychEncoderForPreTraining(LanguageModelHead):
         next_sentence_label: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         label_smoothing: float = 0.0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TriptychForPreTrainingOutput:
         """`labels` [B, T] as for masked tokens; `next_sentence_label` [B] is 0 if the second text follows, else 1."""
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs)
@@ -341,7 +342,7 @@ class QuestionAnswering(TriptychHead):
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
         use_cache: bool = False,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """`start_positions` and `end_positions` [B] are token indices, ignored outside the text; logits are [B, T]."""
         outputs = self.model(
@@ -435,7 +436,7 @@ class TriptychEncoderForMultipleChoice(TriptychHead):
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         label_smoothing: float = 0.0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MultipleChoiceModelOutput:
         """Every input has one more axis, [B, C, T]; `labels` [B] are the right choices; logits are [B, C]."""
         texts = dict(
@@ -482,7 +483,7 @@ class TriptychForCausalLM(GenerativeHead):
         shift_labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         label_smoothing: float = 0.0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """The arguments of `TriptychDecoderModel.forward`, and:
 
@@ -568,7 +569,7 @@ class TriptychForConditionalGeneration(GenerativeHead):
         decoder_seq_idx: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         label_smoothing: float = 0.0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """The arguments of `TriptychEncoderDecoderModel.forward`, and:
 

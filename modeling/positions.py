@@ -48,12 +48,12 @@ class TriptychRotaryEmbedding(nn.Module):
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor
 
-    def __init__(self, config: TriptychStackConfig, rope_parameters: dict):
+    def __init__(self, config: TriptychStackConfig, rope_parameters: dict | None = None):
         super().__init__()
-        # transformers' rope functions read the flat settings from a configuration.
+        # transformers' rope functions read flat settings from a configuration.
         self.config = copy.copy(config)
-        self.config.rope_parameters = rope_parameters
-        self.rope_type = rope_parameters["rope_type"]
+        self.config.rope_parameters = rope_parameters or config.rope_parameters
+        self.rope_type = self.config.rope_parameters["rope_type"]
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         initialise = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
         inv_freq, self.attention_scaling = initialise(self.config)

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, S encoder tokens, D hidden_size, E embedding_size.
 
 import shutil
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
     Seq2SeqModelOutput,
 )
-from transformers.utils import ModelOutput, can_return_tuple
+from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
@@ -60,6 +61,13 @@ class TriptychPreTrainedModel(PreTrainedModel):
                 f"`config.topology` is {config.topology!r}, but {type(self).__name__} is built from {topology!r}."
             )
         super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args, use_safetensors: bool | None = None, **kwargs):
+        """Loads as transformers does, but never a pickle: a file of weights must not be able to run code."""
+        if use_safetensors is False:
+            raise ValueError("`use_safetensors` is False, but weights are only read from safetensors files.")
+        return super().from_pretrained(*args, use_safetensors=True, **kwargs)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         """Refuses, at construction and at every switch, a backend that would ignore part of the configuration."""
@@ -332,7 +340,7 @@ class TriptychEncoderModel(TriptychStack):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         seq_idx: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         """Reads texts both ways.
 
@@ -396,7 +404,7 @@ class TriptychDecoderModel(TriptychStack):
         encoder_seq_idx: torch.Tensor | None = None,
         prefix_length: torch.LongTensor | None = None,
         is_causal: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Reads texts left to right; the arguments of `TriptychEncoderModel.forward`, and:
 
@@ -449,6 +457,8 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
         super().__init__(config)
         self.encoder = TriptychEncoderModel(config.encoder)
         self.decoder = TriptychDecoderModel(config.decoder)
+        if config.share_embeddings:
+            self._tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -460,9 +470,10 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
             self.decoder.embed_tokens = value
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """The shared table, whatever `tie_word_embeddings` says of the output."""
         if all_submodels:
             return super().get_expanded_tied_weights_keys(all_submodels=True)
-        return {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"} if self.config.share_embeddings else {}
+        return dict(self._tied_weights_keys or {})
 
     @can_return_tuple
     @renamed_cache
@@ -482,7 +493,7 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
         use_cache: bool | None = None,
         seq_idx: torch.Tensor | None = None,
         decoder_seq_idx: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Reads sources [B, S] and targets [B, T]; see the two stacks for the arguments.
 

@@ -1,0 +1,32 @@
+# Every target sets up what it needs: a virtual environment with the pinned versions of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+PYTEST := $(VENV)/bin/python -m pytest
+
+.PHONY: demo test test-slow test-data lint bench clean
+
+demo: $(READY)  ## train, evaluate and show the small model of dates
+	$(VENV)/bin/triptych demo
+
+test: $(READY)  ## the quick suite, on all cores
+	$(PYTEST) -n auto --dist loadfile
+
+test-slow: $(READY)  ## what takes longer: compiled kernels and steps, the full grids
+	$(PYTEST) -m slow
+
+test-data: $(READY)  ## what reads the corpora in the folder TRIPTYCH_DATA
+	$(PYTEST) -m data
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+clean:
+	rm -rf $(VENV) .cache build *.egg-info
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@

@@ -1,0 +1,201 @@
+"""Saved folders: whole, exact, loadable by every Auto class, with the package or without it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from triptych import TriptychConfig
+from triptych.auto_map import AUTO_CLASSES
+
+HEADS = [
+    pytest.param(topology, auto_class, id=name)
+    for topology, classes in AUTO_CLASSES.items()
+    for auto_class, name in classes.items()
+]
+WITHOUT_PACKAGE = Path(__file__).with_name("load_without_package.py")
+
+
+def build(topology, auto_class, **changes):
+    """A tiny head in eval mode, every parameter with values of its own."""
+    model = getattr(transformers, auto_class).from_config(TriptychConfig.from_preset(f"tiny_{topology}", **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model.eval()
+
+
+def example(model):
+    """Inputs that every head of the model's kind accepts."""
+    input_ids = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]])
+    if model.config.topology == "encoder_decoder":
+        return {"input_ids": input_ids, "decoder_input_ids": input_ids.flip(1)}
+    if "MultipleChoice" in type(model).__name__:
+        return {"input_ids": input_ids[None]}
+    return {"input_ids": input_ids}
+
+
+@torch.no_grad()
+def outputs(model):
+    """The output tensors by name, bitwise reproducible.
+
+    Loaded weights lie where the file was mapped, built ones where the allocator put them, and a matrix product may
+    round differently at another alignment: so the weights are copied to fresh memory first.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return {name: value for name, value in model(**example(model)).items() if torch.is_tensor(value)}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("topology, auto_class", HEADS)
+@pytest.mark.parametrize("shard_size", ["50GB", "10KB"])
+def test_saved_head_is_loaded_bitwise(tmp_path, topology, auto_class, shard_size):
+    model = build(topology, auto_class)
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert ("model.safetensors.index.json" in files) == (shard_size == "10KB")
+    assert not any(name.endswith((".bin", ".pt", ".py")) for name in files)
+    loaded, info = getattr(transformers, auto_class).from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model)
+    assert not any(info.values()), info
+    assert_same(outputs(model), outputs(loaded.eval()))
+
+
+@pytest.mark.parametrize("topology, auto_class", HEADS)
+def test_base_and_head_exchange_weights(tmp_path, topology, auto_class):
+    """A load that looks clean re-initialised weights."""
+    head = build(topology, auto_class)
+    head.save_pretrained(tmp_path / "head")
+    base, info = transformers.AutoModel.from_pretrained(tmp_path / "head", output_loading_info=True)
+    assert not info["missing_keys"]
+    shared = dict((head.model if hasattr(head, "model") else head).named_parameters())
+    for name, parameter in base.named_parameters():
+        assert torch.equal(parameter, shared[name]), name
+
+    base.save_pretrained(tmp_path / "base")
+    again, info = getattr(transformers, auto_class).from_pretrained(tmp_path / "base", output_loading_info=True)
+    own = {name for name, _ in head.named_parameters() if hasattr(head, "model") and not name.startswith("model.")}
+    assert info["missing_keys"] == own
+    assert not info["unexpected_keys"]
+    for name, parameter in again.named_parameters():
+        if name not in own:
+            assert torch.equal(parameter, head.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("shard_size", ["50GB", "10KB"])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize(
+    "topology, auto_class, changes",
+    [
+        ("encoder", "AutoModelForMaskedLM", {}),
+        ("decoder", "AutoModelForCausalLM", {}),
+        ("encoder_decoder", "AutoModelForSeq2SeqLM", {"share_embeddings": True}),
+        ("encoder_decoder", "AutoModelForSeq2SeqLM", {"share_embeddings": False}),
+    ],
+)
+def test_tied_weights_are_tied_and_stored_once(tmp_path, topology, auto_class, changes, tie, shard_size):
+    """Tied weights lost, wrongly forced, or stored twice."""
+    share = changes.get("share_embeddings", True)
+    model = build(topology, auto_class, tie_word_embeddings=tie, **changes)
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    loaded = getattr(transformers, auto_class).from_pretrained(tmp_path)
+    for one in (model, loaded):
+        target = one.model.decoder if topology == "encoder_decoder" else one.model
+        assert (one.lm_head.weight is target.embed_tokens.weight) == tie
+        if topology == "encoder_decoder":
+            assert (one.model.encoder.embed_tokens.weight is target.embed_tokens.weight) == share
+    stored = []
+    for file in tmp_path.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            stored += [name for name in weights.keys() if "embed_tokens" in name or name == "lm_head.weight"]  # noqa: SIM118
+    tables = 1 if topology != "encoder_decoder" or share else 2
+    assert len(stored) == tables + (not tie)
+    assert_same(outputs(model), outputs(loaded.eval()))
+
+
+def run_without_package(folder: Path, *lines: str):
+    environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(WITHOUT_PACKAGE), *lines]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("topology", AUTO_CLASSES)
+def test_folder_with_code_needs_no_package(tmp_path, topology):
+    """Code files missing from the saved folder; re-registration raises."""
+    lines = []
+    for auto_class, name in AUTO_CLASSES[topology].items():
+        model = build(topology, auto_class)
+        model.save_pretrained(tmp_path / name, with_code=True)
+        torch.save((example(model), outputs(model)), tmp_path / name / "example.bin")
+        lines.append(f"{auto_class}:{name}")
+    result = run_without_package(tmp_path, *lines)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.split() == list(AUTO_CLASSES[topology].values())
+
+
+def test_trainer_checkpoint_carries_code(tmp_path):
+    """Code files missing from a Trainer checkpoint."""
+    model = build("encoder", "AutoModelForSequenceClassification")
+    type(model).register_for_auto_class("AutoModelForSequenceClassification")
+    try:
+        data = [{"input_ids": [3, 4, 5 + i], "labels": i % 2} for i in range(4)]
+        arguments = transformers.TrainingArguments(tmp_path / "run", max_steps=1, report_to=[], save_steps=1)
+        transformers.Trainer(model, arguments, train_dataset=data).train()
+    finally:
+        type(model)._auto_class = None
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    checkpoint.rename(tmp_path / type(model).__name__)
+    checkpoint = tmp_path / type(model).__name__
+    torch.save((example(model), outputs(model.eval())), checkpoint / "example.bin")
+    result = run_without_package(tmp_path, f"AutoModelForSequenceClassification:{type(model).__name__}")
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_code_follows_a_folder_that_came_with_it(tmp_path):
+    model = build("encoder", "AutoModelForMaskedLM")
+    model.save_pretrained(tmp_path / "one", with_code=True)
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "one")
+    loaded.save_pretrained(tmp_path / "two")
+    assert (tmp_path / "two" / "modeling_triptych.py").exists()
+    loaded.save_pretrained(tmp_path / "three", with_code=False)
+    assert not list((tmp_path / "three").glob("*.py"))
+    assert "auto_map" not in json.loads((tmp_path / "three" / "config.json").read_text())
+
+
+def test_import_twice_changes_nothing():
+    code = "import triptych, importlib; importlib.reload(triptych); import transformers; "
+    code += (
+        "print(type(transformers.AutoModel.from_config(triptych.TriptychConfig.from_preset('tiny_encoder'))).__name__)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "TriptychEncoderModel", result.stderr
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    model = build("encoder", "AutoModel")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        transformers.AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "auto_class, preset", [("AutoModelForCausalLM", "tiny_encoder"), ("AutoModelForMaskedLM", "tiny_decoder")]
+)
+def test_wrong_auto_class_is_refused(tmp_path, auto_class, preset):
+    model = transformers.AutoModel.from_config(TriptychConfig.from_preset(preset))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        getattr(transformers, auto_class).from_pretrained(tmp_path)
