@@ -9,7 +9,7 @@ function turns the result into what its kernel wants: a boolean tensor, an addit
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
@@ -40,18 +40,27 @@ class Layout:
     padding: torch.Tensor | None = None  # [B, S] True on real tokens
     documents: torch.Tensor | None = None  # [B, S] equal within a document
     ranks: torch.Tensor | None = None  # [B, S]
-    prefix_length: torch.Tensor | None = None  # [B]
+    prefix: torch.Tensor | None = None  # [B, S] True within the prefix
     custom: torch.Tensor | dict | None = None  # the caller's 4D mask; continuous batching plans one per layer type
 
     def rank(self, batch: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return slot if self.ranks is None else self.ranks[batch, slot]
 
+    def covering(self, slots: int) -> "Layout":
+        """The same layout with tables that reach `slots`: a static cache has slots that no token fills yet."""
+
+        def reach(table: torch.Tensor | None, value: int) -> torch.Tensor | None:
+            return None if table is None else F.pad(table, (0, max(0, slots - table.shape[1])), value=value)
+
+        return replace(
+            self, documents=reach(self.documents, -1), ranks=reach(self.ranks, 0), prefix=reach(self.prefix, False)
+        )
+
     def key_positions(self, length: int, offset: int) -> torch.Tensor:
         """Positions [B or 1, length] of the key slots from `offset` on, for biases on distances."""
         if self.ranks is None:
             return (torch.arange(length, device=self.query_slots.device) + offset)[None]
-        ranks = F.pad(self.ranks, (0, max(0, offset + length - self.ranks.shape[1])))
-        return ranks[:, offset : offset + length]
+        return self.covering(offset + length).ranks[:, offset : offset + length]
 
 
 def read_layout(
@@ -74,25 +83,29 @@ def read_layout(
         return Layout(torch.arange(length, device=device), position_ids, custom=attention_mask)
     past = cache.get_seq_length() if cache is not None else 0
     query_slots = torch.arange(length, device=device) + past
+    # A static cache counts in a tensor, which a compiled graph must not read: there, nothing is known of the past.
+    known_past = past if isinstance(past, int) else None if is_tracing(hidden_states) else int(past)
 
     padding = custom = None
     if attention_mask is not None and attention_mask.ndim != 2:
         custom = attention_mask
     elif attention_mask is not None:
         padding = attention_mask.to(device=device, dtype=torch.bool)
-        check_padding(padding, batch_size, length, past, cache)
+        check_padding(padding, batch_size, length, known_past, cache)
 
-    documents = find_documents(position_ids, seq_idx, padding, past, batch_size, length)
+    documents = find_documents(position_ids, seq_idx, padding, known_past, batch_size, length)
     ranks = rank_tokens(padding, documents)
+    prefix = None
     if prefix_length is not None:
-        prefix_length = prefix_length.to(device)
-        check_prefix(prefix_length, padding, documents, past, length)
+        prefix = read_prefix(prefix_length.to(device), padding, documents, ranks, query_slots, known_past)
+    is_continuable = documents is None
     if position_ids is None:
         position_ids = query_slots[None] if ranks is None else ranks[:, query_slots]
-    elif ranks is None and cache is None:
+    elif ranks is None and known_past == 0 and not is_plain(position_ids):
         # Positions of the caller's own choice also place the keys, as far as distances are concerned.
-        ranks = None if is_plain(position_ids) else position_ids.to(device).expand(batch_size, -1)
-    return Layout(query_slots, position_ids.to(device), padding, documents, ranks, prefix_length, custom)
+        ranks, is_continuable = position_ids.to(device).expand(batch_size, -1), False
+    remember(cache, known_past, is_continuable)
+    return Layout(query_slots, position_ids.to(device), padding, documents, ranks, prefix, custom)
 
 
 def is_plain(position_ids: torch.Tensor) -> bool:
@@ -100,6 +113,19 @@ def is_plain(position_ids: torch.Tensor) -> bool:
     if is_tracing(position_ids):
         return False
     return bool((position_ids == torch.arange(position_ids.shape[-1], device=position_ids.device)).all())
+
+
+def remember(cache: Cache | None, known_past: int | None, is_continuable: bool):
+    """Marks a cache whose keys lie where no later call could know them, and refuses such a call."""
+    if cache is None or known_past is None:
+        return
+    if known_past == 0:
+        cache.is_continuable = is_continuable
+    elif not getattr(cache, "is_continuable", True):
+        raise ValueError(
+            "The cache holds packed documents, or positions of the caller's own, which a later call cannot continue; "
+            "give each text a row of its own."
+        )
 
 
 def check_shapes(batch_size, length, position_ids, seq_idx, prefix_length):
@@ -110,22 +136,22 @@ def check_shapes(batch_size, length, position_ids, seq_idx, prefix_length):
         raise ValueError(f"`prefix_length` has shape {list(prefix_length.shape)}, but must be [{batch_size}].")
 
 
-def check_padding(padding: torch.Tensor, batch_size: int, length: int, past: int, cache: Cache | None):
+def check_padding(padding: torch.Tensor, batch_size: int, length: int, known_past: int | None, cache: Cache | None):
     """A 2D mask covers the cached tokens and the new ones; a static cache may be given all its slots at once."""
-    expected = past + length
-    is_fixed = isinstance(expected, torch.Tensor) or getattr(cache, "is_compileable", False)
-    fits = padding.shape[1] >= length if is_fixed else padding.shape[1] == expected
+    expected = length if known_past is None else known_past + length
+    is_fixed = getattr(cache, "is_compileable", False)
+    fits = padding.shape[1] >= expected if is_fixed else padding.shape[1] == expected
     if padding.shape[0] != batch_size or not fits:
-        cached = f", of which {past} are cached" if cache is not None else ""
+        cached = f", of which {known_past} are cached" if cache is not None else ""
         raise ValueError(
             f"`attention_mask` has shape {list(padding.shape)}, but must be [{batch_size}, {expected}] "
             f"(tokens{cached}) or a 4D mask."
         )
 
 
-def check_window_cache(padding: torch.Tensor | None, layer_type: str):
+def check_window_cache(padding: torch.Tensor | None, layer_type: str, query_length: int):
     """A window cache keeps slots, of which pads between real tokens would take the place of tokens in reach."""
-    if padding is None or is_tracing(padding):
+    if padding is None or is_tracing(padding) or padding.shape[1] == query_length:  # the first call sees all slots
         return
     begins = F.pad(padding[:, 1:] & ~padding[:, :-1], (1, 0)) | F.pad(padding[:, :1], (0, padding.shape[1] - 1))
     if bool((begins.sum(-1) > 1).any()):
@@ -135,44 +161,46 @@ def check_window_cache(padding: torch.Tensor | None, layer_type: str):
         )
 
 
-def check_prefix(prefix_length: torch.Tensor, padding, documents, past: int, length: int):
-    """The tokens of a prefix see each other, so none of them can wait for a later call."""
+def read_prefix(prefix_length, padding, documents, ranks, query_slots, known_past) -> torch.Tensor:
+    """Which slots [B, S] lie in the prefix. Its tokens see each other, so none of them can wait for a later call."""
     if documents is not None:
         raise ValueError("`prefix_length` cannot be combined with packed documents.")
-    if is_tracing(prefix_length):
-        return
-    seen = padding.sum(-1) if padding is not None else torch.full_like(prefix_length, int(past) + length)
-    if int(past) == 0 and bool((prefix_length > seen).any()):
-        raise ValueError(
-            f"`prefix_length` is {prefix_length.tolist()}, but only {seen.tolist()} real tokens are given; "
-            "a prefix must be given whole, in one call."
-        )
+    if ranks is None:  # a compiled step, which knows no past, asks only for slots behind the prefix
+        ranks = torch.arange((known_past or 0) + len(query_slots), device=query_slots.device)[None]
+    if known_past is not None:
+        at_once = known_past or len(query_slots)
+        seen = torch.full_like(prefix_length, at_once) if padding is None else padding[:, :at_once].sum(-1)
+        if bool((prefix_length > seen).any()):
+            raise ValueError(
+                f"`prefix_length` is {prefix_length.tolist()}, but only {seen.tolist()} real tokens were given "
+                "at once; a prefix must be given whole, in the first call."
+            )
+    return ranks < prefix_length[:, None]
 
 
-def find_documents(position_ids, seq_idx, padding, past: int, batch_size: int, length: int) -> torch.Tensor | None:
+def find_documents(
+    position_ids: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    padding: torch.Tensor | None,
+    known_past: int | None,
+    batch_size: int,
+    length: int,
+) -> torch.Tensor | None:
     """Document number [B, S] of each slot: `seq_idx` where given, else a new one wherever positions restart at 0.
 
-    Later calls on a cache continue the last document, which only the caller can tell apart: `seq_idx` is refused there.
+    Packed documents fill a cache at once; later calls can neither add to them nor bring others.
     """
-    if seq_idx is None and (position_ids is None or length == 1):
+    if seq_idx is None and (position_ids is None or length == 1 or known_past != 0):
         return None
-    reference = position_ids if seq_idx is None else seq_idx
-    is_traced = is_tracing(reference)
-    if isinstance(past, torch.Tensor):  # a static cache keeps its length in a tensor
-        past = None if is_traced else int(past)
-    if past != 0:
-        if seq_idx is not None:
-            raise ValueError(
-                "`seq_idx` is given, but the cache already holds tokens; packed documents fill it at once."
-            )
-        return None
+    if known_past != 0:
+        raise ValueError("`seq_idx` is given, but the cache already holds tokens; packed documents fill it at once.")
     if seq_idx is not None:
         documents = seq_idx
     else:
         starts = position_ids == 0
         if padding is not None:
             starts = starts & padding[:, :length]
-        if not is_traced and not (starts.sum(-1) > 1).any():
+        if not is_tracing(position_ids) and not (starts.sum(-1) > 1).any():
             return None
         documents = starts.cumsum(-1) - 1  # numbered as `seq_idx` is
     documents = documents.expand(batch_size, -1)
@@ -198,8 +226,8 @@ def visibility(config: TriptychStackConfig, layout: Layout, layer_type: str, is_
     """The mask function of one layer type, and the key length up to which its window hides nothing (0: no window)."""
     sees = causal_mask_function if is_causal else bidirectional_mask_function
     window = 0
-    if layout.prefix_length is not None:
-        sees = or_masks(sees, prefix_rule(layout))
+    if layout.prefix is not None:
+        sees = or_masks(sees, prefix_rule(layout.prefix))
     if layer_type == "sliding_attention":
         # Causal: the last W tokens. Bidirectional: W // 2 to each side. Both as a distance below `window`.
         window = config.sliding_window if is_causal else config.sliding_window // 2 + 1
@@ -212,10 +240,9 @@ def visibility(config: TriptychStackConfig, layout: Layout, layer_type: str, is_
     return sees, window
 
 
-def prefix_rule(layout: Layout) -> Callable:
+def prefix_rule(prefix: torch.Tensor) -> Callable:
     def both_in_prefix(batch, head, query, key):
-        ends = layout.prefix_length[batch]
-        return (layout.rank(batch, query) < ends) & (layout.rank(batch, key) < ends)
+        return prefix[batch, query] & prefix[batch, key]
 
     return both_in_prefix
 
@@ -268,11 +295,11 @@ def self_attention_mask(
     if layout.custom is not None:
         return check_custom(layout.custom, hidden_states, config, key_length), keys
 
-    sees, window = visibility(config, layout, layer_type, is_causal)
+    sees, window = visibility(config, layout.covering(key_offset + key_length), layer_type, is_causal)
     if window and cache is not None:
-        check_window_cache(layout.padding, layer_type)
+        check_window_cache(layout.padding, layer_type, query_length)
     # Only the plain pattern can be left to a kernel's own causal flag; see transformers' `sdpa_mask`.
-    is_plain_pattern = layout.documents is None and layout.prefix_length is None
+    is_plain_pattern = layout.documents is None and layout.prefix is None
     is_compiled_step = getattr(cache, "is_compileable", False) and query_length == 1
     refuse_on_flash(config, layout, hidden_states.shape[0])
     mask = backend_mask_function(config)(
@@ -348,7 +375,7 @@ def refuse_on_flash(config: TriptychStackConfig, layout: Layout, batch_size: int
     if not is_flash_attention_requested(config):
         return
     name = config._attn_implementation
-    if layout.prefix_length is not None or layout.custom is not None:
+    if layout.prefix is not None or layout.custom is not None:
         raise ValueError(f"`attn_implementation` is {name!r}, which takes no 4D mask and no `prefix_length`.")
     if layout.documents is not None and (batch_size > 1 or layout.padding is not None):
         raise ValueError(f"`attn_implementation` is {name!r}, which takes packed documents only in one unpadded row.")
@@ -368,4 +395,4 @@ def check_custom(mask: torch.Tensor, hidden_states: torch.Tensor, config: Tripty
         return torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(
             ~mask, torch.finfo(hidden_states.dtype).min
         )
-    return mask.to(hidden_states.dtype)
+    return mask.to(hidden_states.dtype).clamp(min=torch.finfo(hidden_states.dtype).min)

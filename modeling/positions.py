@@ -42,7 +42,8 @@ def sinusoidal_embedding(position_ids: torch.Tensor, size: int) -> torch.Tensor:
 class TriptychRotaryEmbedding(nn.Module):
     """Cosines and sines of the rotation angles, with any of transformers' rope types.
 
-    `partial_rotary_factor` below one rotates only the first dimensions of each head.
+    `partial_rotary_factor` below one rotates only the first dimensions of each head. The types "dynamic" and "longrope"
+    choose their frequencies by the longest text of a batch, so that with them texts do depend on their batch.
     """
 
     inv_freq: torch.Tensor
@@ -65,7 +66,16 @@ class TriptychRotaryEmbedding(nn.Module):
         """theta_i = rope_theta^(-2i / r) over the r rotated dimensions: [r / 2], and no scaling of the result."""
         rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
-        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    def _apply(self, fn, recurse: bool = True):
+        """A cast of the model moves the frequencies but does not round them."""
+        exact = self.inv_freq, self.original_inv_freq
+        super()._apply(fn, recurse)
+        for name, buffer in zip(("inv_freq", "original_inv_freq"), exact, strict=True):
+            if not buffer.is_meta:
+                setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
 
     @torch.no_grad()
     @dynamic_rope_update
