@@ -38,8 +38,8 @@ def eager_attention_forward(
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    # float32, as half precision would overflow when a bias meets the lowest value that stands for "invisible".
-    scores = (query @ key.transpose(-2, -1)).float() * scaling
+    # Half precision would overflow when a bias meets the lowest value, which stands for "invisible".
+    scores = (query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is not None:

@@ -258,10 +258,13 @@ class TriptychStackConfig(TriptychConfig):
             ("chunked_attention", "attention_chunk_size"),
         ):
             size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"`{name}` is {size}, but must be None or at least 1.")
+            least = 2 if self.topology == "decoder" else 1  # a decoder's cache holds all but one token of a window
+            if size is not None and size < least:
+                raise ValueError(f"`{name}` is {size}, but must be None or at least {least}.")
             if size is None and layer_type in self.layer_types:
-                raise ValueError(f"`layer_types` has {layer_type!r}, but `{name}` is None; it must be at least 1.")
+                raise ValueError(
+                    f"`layer_types` has {layer_type!r}, but `{name}` is None; it must be at least {least}."
+                )
         if self.share_layers and len(set(self.layer_types)) > 1:
             raise ValueError(f"`share_layers` is True, but `layer_types` differ: {self.layer_types}.")
 

@@ -28,7 +28,7 @@ def cross_entropy(
     labels = labels.to(logits.device)
     check_labels(labels, logits.shape[-1])
     total = F.cross_entropy(
-        logits.float().flatten(0, -2),
+        at_least_float32(logits).flatten(0, -2),
         labels.flatten(),
         ignore_index=IGNORE,
         reduction="sum",
@@ -37,15 +37,15 @@ def cross_entropy(
     return per_item(total, (labels != IGNORE).sum(), num_items_in_batch)
 
 
-def per_item(
-    total: torch.Tensor, count: torch.Tensor | int, num_items_in_batch: torch.Tensor | int | None
-) -> torch.Tensor:
+def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    """Sums of exponentials need more than half precision."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def per_item(total: torch.Tensor, count: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
     """`total` over the items of the whole (accumulated) batch; nothing to learn from is a loss of zero."""
-    if num_items_in_batch is None:
-        return total / torch.as_tensor(count, device=total.device).clamp(min=1)
-    if torch.is_tensor(num_items_in_batch):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+    count = count if num_items_in_batch is None else num_items_in_batch
+    return total / torch.as_tensor(count, device=total.device).clamp(min=1)
 
 
 def check_labels(labels: torch.Tensor, num_classes: int):
@@ -102,8 +102,11 @@ def classification_loss(
     if labels.numel() != logits.numel():
         raise ValueError(f"`labels` has shape {list(labels.shape)}, but must be {list(logits.shape)}.")
     elementwise = F.mse_loss if problem_type == "regression" else F.binary_cross_entropy_with_logits
-    total = elementwise(logits.float(), labels.to(logits.device).view_as(logits).float(), reduction="sum")
-    return per_item(total, logits.numel(), num_items_in_batch)
+    logits = at_least_float32(logits)
+    labels = labels.to(logits).view_as(logits)
+    is_given = labels != IGNORE
+    total = elementwise(logits[is_given], labels[is_given], reduction="sum")
+    return per_item(total, is_given.sum(), num_items_in_batch)
 
 
 def span_loss(

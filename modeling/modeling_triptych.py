@@ -34,7 +34,16 @@ from .configuration_triptych import (
     TriptychEncoderDecoderConfig,
     TriptychStackConfig,
 )
-from .losses import IGNORE, check_labels, classification_loss, cross_entropy, next_token_labels, per_item, span_loss
+from .losses import (
+    IGNORE,
+    at_least_float32,
+    check_labels,
+    classification_loss,
+    cross_entropy,
+    next_token_labels,
+    per_item,
+    span_loss,
+)
 from .masks import find_documents
 from .stacks import (
     TriptychDecoderModel,
@@ -273,12 +282,12 @@ class TriptychEncoderForPreTraining(LanguageModelHead):
         )
 
     def sentence_loss(self, logits, next_sentence_label, labels, num_items_in_batch) -> torch.Tensor:
-        """Cross-entropy per text. A trainer counts token labels only: so that accumulated steps equal one big batch,
-        each text weighs as many items as it has token labels."""
-        if labels is None:
+        """Mean cross-entropy over texts. With `num_items_in_batch`, which counts token labels, each text weighs as many
+        items as it has token labels: only so do accumulated steps equal one big batch."""
+        if labels is None or num_items_in_batch is None:
             return cross_entropy(logits, next_sentence_label, num_items_in_batch)
         check_labels(next_sentence_label, 2)
-        per_text = F.cross_entropy(logits.float(), next_sentence_label, ignore_index=IGNORE, reduction="none")
+        per_text = F.cross_entropy(at_least_float32(logits), next_sentence_label, ignore_index=IGNORE, reduction="none")
         weights = (labels != IGNORE).sum(-1)
         return per_item((per_text * weights).sum(), weights.sum(), num_items_in_batch)
 
@@ -354,7 +363,11 @@ class QuestionAnswering(TriptychHead):
             use_cache=use_cache,
             **kwargs,
         )
-        start_logits, end_logits = self.qa_outputs(self.dropout(outputs.last_hidden_state)).unbind(-1)
+        logits = self.qa_outputs(self.dropout(outputs.last_hidden_state))
+        if attention_mask is not None and attention_mask.ndim == 2:  # a pad is no answer
+            pads = ~attention_mask[:, -logits.shape[1] :].to(logits.device, torch.bool)
+            logits = logits.masked_fill(pads[..., None], torch.finfo(logits.dtype).min)
+        start_logits, end_logits = logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = span_loss(start_logits, end_logits, start_positions, end_positions)
