@@ -105,8 +105,8 @@ def classification_loss(
     logits = at_least_float32(logits)
     labels = labels.to(logits).view_as(logits)
     is_given = labels != IGNORE
-    total = elementwise(logits[is_given], labels[is_given], reduction="sum")
-    return per_item(total, is_given.sum(), num_items_in_batch)
+    each = torch.where(is_given, elementwise(logits, labels, reduction="none"), 0.0)
+    return per_item(each.sum(), is_given.sum(), num_items_in_batch)
 
 
 def span_loss(
