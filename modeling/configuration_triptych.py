@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Literal
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 STACK_TP_PLAN = {
@@ -91,6 +93,19 @@ class TriptychConfig(PreTrainedConfig):
         own = type(self).__dataclass_fields__["topology"].default
         if type(self) is not TriptychConfig and self.topology != own:
             raise ValueError(f"`topology` is {self.topology!r}, but {type(self).__name__} is always {own!r}.")
+
+    def validate_training(self):
+        """What heads and initial weights read."""
+        if self.classifier_dropout is not None and not 0 <= self.classifier_dropout < 1:
+            raise ValueError(
+                f"`classifier_dropout` is {self.classifier_dropout}, but must be None, or at least 0 and below 1."
+            )
+        if self.initializer_range is not None and self.initializer_range < 0:
+            raise ValueError(f"`initializer_range` is {self.initializer_range}, but must be None or at least 0.")
+        if self.problem_type not in (None, *PROBLEM_TYPES):
+            raise ValueError(
+                f"`problem_type` is {self.problem_type!r}, but must be None or one of {', '.join(PROBLEM_TYPES)}."
+            )
 
     def validate_token_ids(self):
         """Special tokens must be rows of the embedding."""
@@ -216,7 +231,7 @@ class TriptychStackConfig(TriptychConfig):
         return {name: how for name, how in STACK_TP_PLAN.items() if not any(part in name for part in absent)}
 
     def validate_sizes(self):
-        """Sizes are positive, probabilities are probabilities."""
+        """Sizes are positive, probabilities are probabilities, and each key/value head serves a whole group."""
         positive = (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
             "head_dim max_position_embeddings embedding_size norm_eps residual_scale"
@@ -227,16 +242,13 @@ class TriptychStackConfig(TriptychConfig):
         for name in ("hidden_dropout", "attention_dropout", "activation_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 0 and below 1.")
-        if self.type_vocab_size < 0:
-            raise ValueError(f"`type_vocab_size` is {self.type_vocab_size}, but must be at least 0.")
-
-    def validate_heads(self):
-        """Each key/value head serves a whole group of query heads."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_key_value_heads` is {self.num_key_value_heads}, but must divide `num_attention_heads` = "
                 f"{self.num_attention_heads}."
             )
+        if self.type_vocab_size < 0:
+            raise ValueError(f"`type_vocab_size` is {self.type_vocab_size}, but must be at least 0.")
 
     def validate_activation(self):
         """The activation is one that transformers knows."""
@@ -274,6 +286,12 @@ class TriptychStackConfig(TriptychConfig):
             raise ValueError(f"`embedding_size` is {self.embedding_size}, but sinusoidal positions need an even one.")
         if self.position_embedding_type == "rotary":
             for parameters in rope_by_layer_type(self).values():
+                allowed = ("default", *ROPE_INIT_FUNCTIONS)
+                if parameters["rope_type"] not in allowed:
+                    raise ValueError(
+                        f"`rope_parameters` has the `rope_type` {parameters['rope_type']!r}, but it must be one of "
+                        f"{', '.join(allowed)}."
+                    )
                 rotated = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
                 if rotated % 2 or not rotated:
                     raise ValueError(f"Rotary positions need an even number of head dimensions, but {rotated} rotate.")

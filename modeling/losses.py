@@ -50,12 +50,11 @@ def per_item(total: torch.Tensor, count: torch.Tensor, num_items_in_batch: torch
 
 def check_labels(labels: torch.Tensor, num_classes: int):
     """On a CPU the check is free; elsewhere it would wait for the device, which checks by itself."""
-    if labels.device.type != "cpu" or is_tracing(labels) or labels.numel() == 0:
+    if labels.device.type != "cpu" or is_tracing(labels):
         return
-    low, high = int(labels.min()), int(labels.max())
-    if high >= num_classes or low < IGNORE or bool(((labels < 0) & (labels != IGNORE)).any()):
-        wrong = high if high >= num_classes else low
-        raise ValueError(f"`labels` has {wrong}, but labels must be {IGNORE} or from 0 to {num_classes - 1}.")
+    wrong = labels[(labels >= num_classes) | ((labels < 0) & (labels != IGNORE))]
+    if wrong.numel():
+        raise ValueError(f"`labels` has {wrong[0]}, but labels must be {IGNORE} or from 0 to {num_classes - 1}.")
 
 
 def next_token_labels(
@@ -114,9 +113,12 @@ def span_loss(
 ) -> torch.Tensor:
     """Mean cross-entropy of a span's two ends: logits [B, T], positions [B]; a position outside the text is ignored."""
 
-    def end_loss(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def end_loss(name: str, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         positions = positions.view(-1)
+        if len(positions) != len(logits):
+            raise ValueError(f"`{name}` has shape [{len(positions)}], but must be [{len(logits)}].")
         outside = (positions < 0) | (positions >= logits.shape[-1])
         return cross_entropy(logits, positions.masked_fill(outside, IGNORE))
 
-    return (end_loss(start_logits, start_positions) + end_loss(end_logits, end_positions)) / 2
+    start_loss = end_loss("start_positions", start_logits, start_positions)
+    return (start_loss + end_loss("end_positions", end_logits, end_positions)) / 2

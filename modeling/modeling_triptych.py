@@ -522,8 +522,11 @@ class TriptychForCausalLM(GenerativeHead):
         )
         logits = self.project(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         if labels is not None and shift_labels is None:
-            mask = attention_mask if attention_mask is not None and attention_mask.shape == labels.shape else None
-            padding = None if mask is None else mask.bool()
+            if labels.shape != outputs.last_hidden_state.shape[:2]:
+                shape = list(outputs.last_hidden_state.shape[:2])
+                raise ValueError(f"`labels` has shape {list(labels.shape)}, but must be {shape}.")
+            is_padding = attention_mask is not None and attention_mask.shape == labels.shape
+            padding = attention_mask.bool() if is_padding else None
             documents = find_documents(position_ids, seq_idx, padding, 0, *labels.shape)
             shift_labels = next_token_labels(labels, padding, documents)
         loss = None

@@ -142,6 +142,19 @@ class TriptychPreTrainedModel(PreTrainedModel):
                     shutil.copyfile(file, Path(save_directory) / file.name)
 
 
+def check_ids(name: str, ids: torch.Tensor, table: nn.Embedding, size: str):
+    """Refuses ids outside their table. Free on a CPU; elsewhere it would wait for the device, which checks itself."""
+    if ids.device.type != "cpu" or is_tracing(ids):
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= table.num_embeddings:
+        length = f" (a text of {high + 1} tokens)" if name == "position_ids" else ""
+        raise ValueError(
+            f"`{name}` has {low if low < 0 else high}{length}, but must be from 0 to {table.num_embeddings - 1}, as "
+            f"`{size}` is {table.num_embeddings}."
+        )
+
+
 class TriptychStack(TriptychPreTrainedModel):
     """Embeddings, layers and the final norm, which encoder and decoder share."""
 
@@ -180,14 +193,7 @@ class TriptychStack(TriptychPreTrainedModel):
         if given.ndim != (2 if inputs_embeds is None else 3) or 0 in given.shape:
             raise ValueError(f"`{name}` has shape {list(given.shape)}, but must be a batch of at least one token.")
         if inputs_embeds is None:
-            # Free on a CPU; elsewhere it would wait for the device, which checks by itself.
-            if input_ids.device.type == "cpu" and not is_tracing(input_ids):
-                low, high = int(input_ids.min()), int(input_ids.max())
-                if low < 0 or high >= self.embed_tokens.num_embeddings:
-                    raise ValueError(
-                        f"`input_ids` has {low if low < 0 else high}, but token ids must be from 0 to vocab_size - 1 = "
-                        f"{self.embed_tokens.num_embeddings - 1}."
-                    )
+            check_ids("input_ids", input_ids, self.embed_tokens, "vocab_size")
             inputs_embeds = self.embed_tokens(input_ids)
         return inputs_embeds * self.config.embedding_size**0.5 if self.config.scale_embedding else inputs_embeds
 
@@ -201,17 +207,15 @@ class TriptychStack(TriptychPreTrainedModel):
                 hidden_states.dtype
             )
         elif kind == "learned":
-            if position_ids.device.type == "cpu" and not is_tracing(position_ids):
-                length, allowed = int(position_ids.max()) + 1, self.embed_positions.num_embeddings
-                if length > allowed:
-                    raise ValueError(
-                        f"The text has {length} tokens, but the learned position table has `max_position_embeddings` = "
-                        f"{allowed}."
-                    )
+            check_ids("position_ids", position_ids, self.embed_positions, "max_position_embeddings")
             hidden_states = hidden_states + self.embed_positions(position_ids)
         if self.config.type_vocab_size:
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(position_ids)
+            elif token_type_ids.shape[-1] != hidden_states.shape[1]:
+                shape = list(hidden_states.shape[:2])
+                raise ValueError(f"`token_type_ids` has shape {list(token_type_ids.shape)}, but must be {shape}.")
+            check_ids("token_type_ids", token_type_ids, self.embed_token_types, "type_vocab_size")
             hidden_states = hidden_states + self.embed_token_types(token_type_ids)
         if self.config.embedding_norm:
             hidden_states = self.embed_norm(hidden_states)
@@ -500,6 +504,8 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
         Returns:
             `last_hidden_state` [B, T, D] of the decoder, `encoder_last_hidden_state` [B, S, D'] and the `cache`.
         """
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            raise ValueError("`decoder_input_ids`, `decoder_inputs_embeds` or a head's `labels` must be given.")
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids=input_ids,
