@@ -35,6 +35,20 @@ class TriptychMLP(nn.Module):
         return self.down_proj(self.dropout(inner))
 
 
+def residual_gain(config: TriptychStackConfig, projection: str) -> float:
+    """Factor on the first weights of a projection, which keeps the residual stream of a deep stack in bounds.
+
+    If norms come first, what writes into the stream shrinks by `(2 * layers) ** -0.5` (Radford et al. 2019, section
+    2.3). In a post-norm stack with DeepNorm's alpha as `residual_scale`, values, outputs and feed-forward layers shrink
+    by its beta = 1 / (sqrt(2) * alpha) (Wang et al. 2022, table 1).
+    """
+    if config.norm_position != "post":
+        return (2 * config.num_hidden_layers) ** -0.5 if projection in ("o_proj", "down_proj") else 1.0
+    if config.residual_scale != 1 and projection not in ("q_proj", "k_proj"):
+        return (2**0.5 * config.residual_scale) ** -1
+    return 1.0
+
+
 class TriptychLayer(GradientCheckpointingLayer):
     """Sublayers joined to the residual stream; s is `residual_scale`.
 
@@ -64,6 +78,9 @@ class TriptychLayer(GradientCheckpointingLayer):
             setattr(self, f"{sublayer}_norm", norm(config.hidden_size, eps=config.norm_eps))
             if config.norm_position == "sandwich":
                 setattr(self, f"{sublayer}_post_norm", norm(config.hidden_size, eps=config.norm_eps))
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                module.init_gain = residual_gain(config, name.rpartition(".")[-1])
 
     def join(self, sublayer: str, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`x` after sublayer `f`, as the drawing has it."""

@@ -34,7 +34,7 @@ from .configuration_triptych import (
     TriptychStackConfig,
     rope_by_layer_type,
 )
-from .layers import TriptychLayer, TriptychMLP
+from .layers import TriptychLayer
 from .masks import Layout, cross_attention_mask, find_documents, read_layout, self_attention_mask
 from .positions import TriptychRelativeBias, TriptychRotaryEmbedding, alibi_bias, sinusoidal_embedding
 
@@ -91,35 +91,18 @@ class TriptychPreTrainedModel(PreTrainedModel):
 
         Biases are 0 and norms 1. With an `initializer_range`, weights are normal of that deviation; without,
         projections are Glorot-uniform (Glorot & Bengio 2010) and embeddings normal of deviation `width ** -0.5`, as in
-        the 2017 code. What writes into the residual stream starts smaller in deep stacks: by `(2 * layers) ** -0.5` if
-        norms come first (Radford et al. 2019), by DeepNorm's beta = 1 / (sqrt(2) * alpha) (Wang et al. 2022, table 1)
-        if `residual_scale` is its alpha.
+        the 2017 code. What writes into the residual stream of a deep stack starts smaller: see `residual_gain`.
         """
         super()._init_weights(module)
+        std = self.config.initializer_range
         if isinstance(module, nn.Embedding):
-            std = self.config.initializer_range
             init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
         elif isinstance(module, nn.Linear):
-            self._init_projection(module)
-        elif isinstance(module, (TriptychAttention, TriptychMLP)):
-            config = self.config
-            if config.norm_position != "post":
-                writers, gain = ("o_proj", "down_proj"), (2 * config.num_hidden_layers) ** -0.5
-            elif config.residual_scale != 1:
-                writers = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-                gain = (2**0.5 * config.residual_scale) ** -1
+            gain = getattr(module, "init_gain", 1.0)
+            if std is None:
+                init.xavier_uniform_(module.weight, gain=gain)
             else:
-                return
-            for name, child in module.named_children():
-                if name in writers:
-                    self._init_projection(child, gain)
-
-    def _init_projection(self, linear: nn.Linear, gain: float = 1.0):
-        std = self.config.initializer_range
-        if std is None:
-            init.xavier_uniform_(linear.weight, gain=gain)
-        else:
-            init.normal_(linear.weight, std=std * gain)
+                init.normal_(module.weight, std=std * gain)
 
     def save_pretrained(self, save_directory, *args, with_code: bool | None = None, **kwargs):
         """Saves as transformers does, as safetensors.
