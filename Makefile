@@ -18,6 +18,9 @@ test-slow: $(READY)  ## what takes longer: compiled kernels and steps, the full 
 test-data: $(READY)  ## what reads the corpora in the folder TRIPTYCH_DATA
 	$(PYTEST) -m data
 
+bench: $(READY)  ## the family beside transformers' own models, on this machine
+	$(VENV)/bin/triptych bench
+
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

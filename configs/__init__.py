@@ -1,0 +1,14 @@
+"""What the package ships as data: model presets, training recipes and launch configurations.
+
+`models/*.json` are model presets, `recipes/*.yaml` are trainings (`triptych train NAME`), and `accelerate/*.yaml`
+are launch configurations (`accelerate launch --config_file ...`).
+"""
+
+from pathlib import Path
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that ship with the package, sorted."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))

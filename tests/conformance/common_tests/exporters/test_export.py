@@ -1,0 +1,5 @@
+"""Not in the source distribution: tests of ONNX and ExecuTorch export."""
+
+
+class ExportTesterMixin:
+    pass

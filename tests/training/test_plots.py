@@ -1,0 +1,52 @@
+import json
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+
+from triptych.training.evaluation import generate_texts, load_model
+from triptych.training.plots import plot_cross_attention, plot_losses
+from triptych.training.run import train
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that were saved, kept open to look at."""
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    yield figures
+    monkeypatch.undo()
+    plt.close("all")
+
+
+def test_the_loss_curve_shows_both_losses(tmp_path, drawn):
+    rows = [{"step": 1, "loss": 4.0}, {"step": 2, "loss": 2.0}, {"step": 2, "validation_loss": 3.0}]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot_losses(metrics, tmp_path / "loss.png", "mine: loss")
+    (axes,) = drawn[0].axes
+    assert axes.get_title() == "mine: loss"
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 4], [2, 2]], [[2, 3]]]
+    assert plt.imread(tmp_path / "loss.png").shape[2] in (3, 4)
+
+
+def test_the_attention_map_shows_the_last_layers_mean(tiny_recipe, tmp_path, drawn):
+    run = train(tiny_recipe("max_steps=1", "model.initializer_range=0.5"))
+    model, tokenizer = load_model(str(run.folder))
+    model.set_attn_implementation("eager")
+    source = "de: 5. März 2021"
+    written = plot_cross_attention(model, tokenizer, source, tmp_path / "attention.png")
+    assert written == generate_texts(model, tokenizer, [source])[0]
+
+    axes, _ = drawn[-1].axes
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == [*source.replace(" ", "␣"), "</s>"]
+    weights = np.asarray(axes.images[0].get_array())  # [T, S]
+    assert weights.shape[1] == len(labels)
+    assert weights.shape[0] == len(axes.get_yticklabels())
+    np.testing.assert_allclose(weights.sum(1), 1, atol=1e-5)
+    inputs = tokenizer(source, return_tensors="pt")
+    start = torch.tensor([[model.config.decoder_start_token_id]])
+    attentions = model(**inputs, decoder_input_ids=start, output_attentions=True).cross_attentions
+    np.testing.assert_allclose(weights[0], attentions[-1][0, :, 0].mean(0).detach(), atol=1e-5)

@@ -1,0 +1,181 @@
+"""Whole trainings of a tiny model: what they leave behind, and what may not change their results."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from triptych.training.errors import UserError
+from triptych.training.evaluation import evaluate_pairs, generate_texts, load_model, pairs_to_score
+from triptych.training.loop import TrainingLoop
+from triptych.training.recipe import load_recipe
+from triptych.training.reporting import read_metrics
+from triptych.training.run import train
+
+
+def metrics_of(run, key):
+    return [row[key] for row in read_metrics(run.folder / "metrics.jsonl") if key in row]
+
+
+def test_a_run_learns_and_leaves_a_folder_that_loads(tiny_recipe):
+    recipe = tiny_recipe("max_steps=30", "validate_every=10")
+    run = train(recipe)
+    losses, validations = metrics_of(run, "loss"), metrics_of(run, "validation_loss")
+    assert len(losses) == 30
+    assert len(validations) == 3
+    assert losses[-1] < 0.7 * losses[0]
+    assert run.best_loss == min(validations)
+    assert metrics_of(run, "step")[-1] == 30
+    names = {path.name for path in run.folder.iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "loss.png",
+        "metrics.jsonl",
+        "model.safetensors",
+        "recipe.yaml",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= names
+    assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert load_recipe(str(run.folder / "recipe.yaml")) == recipe
+    assert [path.name for path in run.folder.parent.iterdir()] == ["run"]
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(run.folder)
+    tokenizer = AutoTokenizer.from_pretrained(run.folder)
+    assert type(model).__name__ == "TriptychForConditionalGeneration"
+    assert model.generation_config.max_new_tokens == recipe.generation.max_new_tokens
+    pairs, _ = pairs_to_score(run.folder)
+    batch = tokenizer(list(pairs["test_dates"]["source"]), padding=True, return_tensors="pt")
+    assert model.generate(**batch).shape[0] == 8
+
+
+def test_the_best_checkpoint_is_kept(tiny_recipe, monkeypatch):
+    measured = iter([3.0, 1.0, 2.0])
+    saved_after = []
+    monkeypatch.setattr(TrainingLoop, "validation_loss", lambda loop: next(measured))
+    original = TrainingLoop._save
+    monkeypatch.setattr(
+        TrainingLoop, "_save", lambda loop, folder: (saved_after.append(loop.state.step), original(loop, folder))
+    )
+    run = train(tiny_recipe("max_steps=6", "validate_every=2"))
+    assert saved_after == [2, 4]
+    assert (run.best_step, run.best_loss) == (4, 1.0)
+
+
+def test_validation_loss_is_weighted_by_tokens(tiny_recipe):
+    """However validation is cut into batches, the loss is the mean over its tokens."""
+    losses = [
+        train(tiny_recipe(f"max_tokens={tokens}", "overwrite=true", "max_steps=1", "learning_rate=1e-12"))
+        for tokens in (64, 4096)
+    ]
+    assert losses[0].best_loss == pytest.approx(losses[1].best_loss, abs=1e-5)
+
+
+def test_the_same_recipe_gives_the_same_run(tiny_recipe):
+    runs = [train(tiny_recipe("model.hidden_dropout=0.1", "overwrite=true")) for _ in range(2)]
+    assert runs[0].best_loss == runs[1].best_loss
+    other = train(tiny_recipe("model.hidden_dropout=0.1", "overwrite=true", "seed=2"))
+    assert other.best_loss != runs[0].best_loss
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_accumulation_changes_nothing(tiny_recipe, smoothing):
+    """Eight ragged examples as one batch of eight and as eight batches of one: the same loss and gradient."""
+    changes = ["data.dates.train=8", "max_steps=1", "overwrite=true", f"label_smoothing={smoothing}"]
+    changes += ["data.dates.validation=8", "max_grad_norm="]
+    together = train(tiny_recipe(*changes))
+    values = [metrics_of(together, key) for key in ("loss", "grad_norm", "tokens")]
+    apart = train(tiny_recipe(*changes, "gradient_accumulation_steps=8"))
+    for key, (expected,) in zip(("loss", "grad_norm", "tokens"), values, strict=True):
+        assert metrics_of(apart, key) == [pytest.approx(expected, rel=1e-5)]
+
+
+def test_gradients_are_clipped_to_the_given_norm(tiny_recipe, monkeypatch):
+    norms = []
+    original = torch.optim.AdamW.step
+
+    def step(optimizer, *arguments, **options):
+        parameters = [p.grad.norm() for group in optimizer.param_groups for p in group["params"]]
+        norms.append(float(torch.stack(parameters).norm()))
+        return original(optimizer, *arguments, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    run = train(tiny_recipe("max_steps=3", "max_grad_norm=0.01"))
+    assert all(norm > 0.01 for norm in metrics_of(run, "grad_norm"))
+    assert norms == pytest.approx([0.01] * 3, rel=1e-3)
+
+
+def test_the_schedule_counts_updates(tiny_recipe):
+    run = train(tiny_recipe("max_steps=8", "schedule=inverse_sqrt", "warmup_steps=4", "gradient_accumulation_steps=2"))
+    peak = 3e-3
+    expected = [peak * min(step / 4, (4 / step) ** 0.5) for step in range(1, 9)]
+    assert metrics_of(run, "learning_rate") == pytest.approx(expected)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny_recipe):
+    recipe = tiny_recipe("learning_rate=1e30", "schedule=linear", "warmup_steps=0", "max_grad_norm=")
+    with pytest.raises(UserError, match=r"the loss of update \d+ is (nan|inf): lower learning_rate \(1e\+30\)"):
+        train(recipe)
+    assert not list(Path(recipe.output).parent.iterdir())
+
+
+def test_batched_generation_equals_one_at_a_time(tiny_recipe):
+    # Large initial weights, hardly trained: the answers differ from source to source.
+    run = train(tiny_recipe("max_steps=1", "model.initializer_range=0.5"))
+    model, tokenizer = load_model(str(run.folder))
+    sources = pairs_to_score(run.folder)[0]["test_dates"]["source"]
+    together = generate_texts(model, tokenizer, sources, batch_size=3)
+    assert together == [generate_texts(model, tokenizer, [source])[0] for source in sources]
+    assert len(set(together)) > 1
+    beams = generate_texts(model, tokenizer, sources, num_beams=3, max_new_tokens=4)
+    assert max(len(text) for text in beams) <= 4
+
+
+def test_evaluation_reports_scores_with_signatures(tiny_recipe):
+    run = train(tiny_recipe())
+    model, tokenizer = load_model(str(run.folder))
+    pairs, recipe = pairs_to_score(run.folder)
+    assert list(pairs) == ["test_dates", "test_formats"]
+    scores = evaluate_pairs(model, tokenizer, pairs["test_dates"], recipe)
+    assert scores["examples"] == 8
+    assert 0 <= scores["exact_match"] <= 100
+    assert "tok:13a" in scores["bleu_signature"]
+    assert scores["chrf_signature"].startswith("nrefs:1")
+
+
+def launch(processes, recipe_changes, tmp_path):
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    result = subprocess.run(
+        [sys.executable, *launcher, "-m", "triptych.training.cli", "train", "dates", *recipe_changes],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_with_accumulation(tiny_changes, tiny_recipe, tmp_path):
+    """A launch that silently runs one process would pass the comparison, so the count is asserted first."""
+    said = launch(2, tiny_changes, tmp_path)
+    assert "2 process(es)" in said
+    two = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    parameters = load_file(tmp_path / "run" / "model.safetensors")
+
+    one = train(tiny_recipe("gradient_accumulation_steps=2", "overwrite=true"))
+    for row, expected in zip(two, read_metrics(one.folder / "metrics.jsonl"), strict=True):
+        for key in {"step", "epoch", "loss", "grad_norm", "tokens", "validation_loss"} & set(expected):
+            assert row[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), json.dumps([key, row, expected])
+    for name, tensor in load_file(one.folder / "model.safetensors").items():
+        torch.testing.assert_close(parameters[name], tensor, rtol=1e-4, atol=1e-5)

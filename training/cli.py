@@ -1,0 +1,201 @@
+"""The command `triptych`: train, generate, evaluate, demo, bench."""
+
+import ctypes
+import math
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated
+
+import datasets
+import typer
+import yaml
+from transformers.utils import logging as transformers_logging
+
+from triptych.configs import RECIPES, recipe_names
+from triptych.training.errors import UserError
+from triptych.training.recipe import Recipe, load_recipe
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Train, run and score Transformer models that load through the Hugging Face Auto classes.",
+    epilog="Start with: triptych demo (dates in many languages, some minutes on two CPU cores, no data needed).",
+)
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A run's folder, or a model's name on the Hugging Face Hub.")
+]
+BeamsOption = Annotated[int | None, typer.Option(min=1, help="Beam width; by default what the model was saved with.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Texts at a time.")]
+
+
+def _recipe_help() -> str:
+    keys = {field.name: getattr(Recipe(), field.name) for field in fields(Recipe)}
+    plain = {key: value for key, value in keys.items() if not is_dataclass(value) and not isinstance(value, dict)}
+    defaults = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf).strip().strip("{}")
+    return (
+        f"Shipped recipes: {', '.join(recipe_names())}. A recipe is one YAML file: copy one from {RECIPES} and change "
+        f"it. Keys and defaults: {defaults}. Sections: {', '.join(key for key in keys if key not in plain)}."
+    ).replace("[", r"\[")
+
+
+@app.command(name="train", epilog=_recipe_help())
+def train_command(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")],
+    changes: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, sections with a dot.")
+    ] = None,
+) -> None:
+    """Train a model and leave it, with tokenizer, metrics and loss curve, in the folder that `output` names.
+
+    [bold]Examples[/bold]
+
+    triptych train dates
+
+    triptych train multi30k_en_de max_steps=300 output=runs/short overwrite=true
+
+    triptych train my_recipe.yaml data.splits.train=pairs.tsv model.hidden_size=256 learning_rate=5e-4
+
+    [bold]Several processes[/bold]
+
+    torchrun --nproc_per_node 2 -m triptych.training.cli train dates
+    """
+    # Each command imports what it needs, so that help does not wait for it.
+    from accelerate import PartialState
+
+    from triptych.training.run import train
+
+    run = train(load_recipe(recipe, changes or []))
+    if PartialState().is_main_process:
+        typer.echo(f"{run.folder}: best validation loss {run.best_loss:.4f} after update {run.best_step:,}")
+
+
+@app.command(name="generate")
+def generate_command(
+    model: ModelArgument,
+    texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts to feed the model.")] = None,
+    input: Annotated[Path | None, typer.Option(help="A UTF-8 file with a text a line (also .gz).")] = None,
+    num_beams: BeamsOption = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest output, in tokens.")] = None,
+    batch_size: BatchOption = 64,
+) -> None:
+    """Print what a model writes for each text, a line each, in order.
+
+    [bold]Examples[/bold]
+
+    triptych generate runs/dates "de: Freitag, 5. März 2021" "en-US: 3/5/2021"
+
+    triptych generate runs/multi30k_en_de --input sentences.en --num-beams 5
+    """
+    from triptych.training.data import find_file, read_lines
+    from triptych.training.evaluation import generate_texts, load_model
+
+    if bool(texts) == bool(input):
+        raise UserError("triptych generate needs texts or --input FILE, one of the two")
+    sources = texts or read_lines(find_file(str(input)))
+    loaded, tokenizer = load_model(model)
+    options = _given(num_beams=num_beams, max_new_tokens=max_new_tokens)
+    for text in generate_texts(loaded, tokenizer, sources, batch_size, **options):
+        typer.echo(text)
+
+
+@app.command(name="evaluate")
+def evaluate_command(
+    model: ModelArgument,
+    data: Annotated[
+        list[str] | None, typer.Option(help="A file of pairs, or given twice: source lines, target lines.")
+    ] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(help="A split of the recipe that the model was trained with; repeatable.")
+    ] = None,
+    num_beams: BeamsOption = None,
+    batch_size: BatchOption = 64,
+) -> None:
+    """Score a model: exact match, BLEU and chrF with their sacrebleu signatures, as one JSON line per split.
+
+    Without options it scores every test split of the recipe that the model was trained with.
+
+    [bold]Examples[/bold]
+
+    triptych evaluate runs/dates
+
+    triptych evaluate runs/multi30k_en_de --split validation --num-beams 5
+
+    triptych evaluate runs/dates --data pairs.tsv
+    """
+    import json
+
+    from triptych.training.evaluation import evaluate_pairs, load_model, pairs_to_score
+
+    pairs, recipe = pairs_to_score(Path(model), data, split)
+    loaded, tokenizer = load_model(model)
+    for name, dataset in pairs.items():
+        scores = evaluate_pairs(loaded, tokenizer, dataset, recipe, batch_size, **_given(num_beams=num_beams))
+        typer.echo(json.dumps({"split": name, **scores}))
+
+
+@app.command(name="demo")
+def demo_command(
+    output: Annotated[str, typer.Option(help="The run's folder; what is there is replaced.")] = "runs/demo",
+) -> None:
+    """Train on dates in many languages, score held-out dates and formats, and show what the model learned."""
+    from triptych.training.demo import run_demo
+
+    run_demo(output)
+
+
+@app.command(name="bench")
+def bench_command(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the medians are shown.")] = 5,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")] = False,
+) -> None:
+    """Time the family beside transformers' models of the same shape, on this machine, in one run.
+
+    [bold]Examples[/bold]
+
+    triptych bench
+
+    triptych bench --rounds 11 --json > bench.jsonl
+    """
+    from triptych.training.bench import run_benchmarks, show_benchmarks
+
+    show_benchmarks(run_benchmarks(rounds), json_lines)
+
+
+def _given(**options: int | None) -> dict[str, int]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep big freed blocks instead of handing them back to the kernel.
+
+    A training step allocates and frees the same big tensors again and again. By default glibc maps each one anew, and
+    the kernel clears every page of it, which costs more than the arithmetic of a small model: the multi30k recipe's
+    tokens per second grow several times with this. It has no effect where the C library has no `mallopt`.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    trim_threshold, top_pad, mmap_max = -1, -2, -4  # parameter numbers in malloc.h
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, -1)
+    mallopt(top_pad, 256 * 2**20)
+
+
+def main() -> None:
+    """Run the command line: exit code 2 and one sentence on stderr where the input cannot be used."""
+    keep_freed_memory()
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    try:
+        app()
+    except UserError as error:
+        print(f"triptych: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Errors that a person can act on: one sentence that names the thing, its value and what is allowed."""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from huggingface_hub.errors import StrictDataclassError
+
+
+class UserError(ValueError):
+    """What was given cannot be used; the message is one sentence. The command line exits with code 2."""
+
+
+def unknown_name(what: str, name: str, allowed: Iterable[str]) -> UserError:
+    """Return the error for a `name` that is none of `allowed`: it suggests the nearest, or lists them all."""
+    allowed = sorted(allowed)
+    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'?" if near else f"allowed are {', '.join(allowed)}"
+    return UserError(f"{what} '{name}' is unknown: {hint}")
+
+
+@contextmanager
+def as_user_error(what: str) -> Iterator[None]:
+    """Turn what a model, a configuration or a tokenizer refuses into a `UserError` that begins with `what`.
+
+    Strict configurations wrap the reason in a heading of their own, which the sentence leaves out, and what follows a
+    message's first line is advice at length.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, OSError, StrictDataclassError) as error:
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        raise UserError(f"{what}: {str(cause).strip().splitlines()[0]}") from error

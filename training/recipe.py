@@ -1,0 +1,244 @@
+"""Recipes: a training as one YAML file, with `key=value` changes on top.
+
+A recipe is found by its name (those that ship with the package) or by its path. Every key is a field below; a key
+inside a section is written with a dot: `model.hidden_size=256`, `data.splits.train=pairs.tsv`.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from triptych.configs import RECIPES, recipe_names
+from triptych.training.errors import UserError, unknown_name
+
+RECIPE_FILE = "recipe.yaml"  # its name in a run's folder
+UNIONS = (types.UnionType, typing.Union)  # a | b, which has the second origin where a is a Literal
+
+
+@dataclass
+class DataRecipe:
+    """Where the text pairs come from: files (`splits`), or generated dates (`dates`), one of the two.
+
+    Attributes:
+        splits: split name to a file of pairs, or to two files with a text a line. `train` and `validation` are
+            what training reads, every other name is a test split. `$TRIPTYCH_DATA` stands for the data folder.
+        columns: names of the source and the target column in CSV, JSON lines and parquet files.
+        joiner: the mark that ends a subword which goes on in the next one, in text that is split already (`@@`).
+        dates: split name to number of examples, see `triptych.training.dates`.
+    """
+
+    splits: dict[str, str | list[str]] = field(default_factory=dict)
+    columns: list[str] = field(default_factory=lambda: ["source", "target"])
+    joiner: str | None = None
+    dates: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class TokenizerRecipe:
+    """A tokenizer to train on the data (`type`, at most `vocab_size` tokens), or one to load from `path`."""
+
+    type: Literal["bpe", "char", "word"] = "bpe"
+    vocab_size: int = 8000
+    path: str | None = None
+
+
+@dataclass
+class GenerationRecipe:
+    """How the trained model writes: beam width and longest output, saved as its generation config."""
+
+    num_beams: int = 1
+    max_new_tokens: int = 128
+
+
+@dataclass
+class BleuRecipe:
+    """sacrebleu's own options: `tokenize: none` for text that is tokenised already, and how zero counts smooth."""
+
+    tokenize: str = "13a"
+    smooth_method: Literal["exp", "floor", "add-k", "none"] = "exp"
+
+
+@dataclass
+class Recipe:
+    """One training, from data to a folder that `from_pretrained` loads.
+
+    Attributes:
+        model: `preset: NAME` and changes to it, or fields of the encoder-decoder configuration.
+        output: the run's folder, `runs/NAME` when null; `overwrite` replaces one that is there.
+        max_steps: optimiser updates.
+        max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
+            processes it is what an update sees.
+        schedule: of the learning rate, after `warmup_steps` of linear warm-up; `learning_rate` is its peak.
+        max_grad_norm: gradients are clipped to this norm; null leaves them.
+        mixed_precision: null takes what the launcher says, or float32.
+        log_every: updates between lines of the metrics file; `validate_every`: between validations.
+    """
+
+    data: DataRecipe = field(default_factory=DataRecipe)
+    tokenizer: TokenizerRecipe = field(default_factory=TokenizerRecipe)
+    model: dict[str, Any] = field(default_factory=dict)
+    generation: GenerationRecipe = field(default_factory=GenerationRecipe)
+    bleu: BleuRecipe = field(default_factory=BleuRecipe)
+    output: str | None = None
+    overwrite: bool = False
+    seed: int = 1
+    max_steps: int = 1000
+    max_tokens: int = 4096
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 1e-3
+    schedule: Literal["inverse_sqrt", "cosine", "linear"] = "inverse_sqrt"
+    warmup_steps: int = 100
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
+    adam_epsilon: float = 1e-9
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    label_smoothing: float = 0.0
+    mixed_precision: Literal["bf16", "fp16"] | None = None
+    log_every: int = 10
+    validate_every: int = 100
+
+
+def load_recipe(source: str, changes: Sequence[str] = ()) -> Recipe:
+    """Read the recipe that `source` names, apply `changes`, and check every key and type.
+
+    Args:
+        source: the name of a shipped recipe, or the path of a YAML file.
+        changes: `key=value` texts; a value is read as YAML, an empty one is null.
+
+    Raises:
+        UserError: an unknown recipe or key (the nearest is suggested), or a value of the wrong type.
+    """
+    tree = _read_yaml(source)
+    for change in changes:
+        _apply_change(tree, change)
+    recipe = _build(Recipe, tree)
+    recipe.output = recipe.output or f"runs/{Path(source).stem}"
+    _check_ranges(recipe)
+    return recipe
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Write `recipe`, with all its values, as YAML that `load_recipe` reads back."""
+    text = yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _read_yaml(source: str) -> dict[str, Any]:
+    is_path = source.endswith((".yaml", ".yml")) or Path(source).is_file()
+    if not is_path and source not in recipe_names():
+        raise unknown_name("recipe", source, recipe_names())
+    path = Path(source) if is_path else RECIPES / f"{source}.yaml"
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"recipe file '{path}' cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe file '{path}' is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"recipe file '{path}' must hold keys with values, not {_show(tree)}")
+    return tree
+
+
+def _apply_change(tree: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    if not equals:
+        raise UserError(f"'{change}' is no change of a recipe: write key=value, such as max_steps=100")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"the value of '{change}' is not YAML: {' '.join(str(error).split())}") from error
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"recipe key '{section}' in '{change}' holds one value, not a section of keys")
+    tree[last] = value
+
+
+def _build(cls: type, tree: dict[str, Any], prefix: str = "") -> Any:
+    kinds = typing.get_type_hints(cls)
+    for key in tree:
+        if key not in kinds:
+            raise unknown_name("recipe key", f"{prefix}{key}", [prefix + name for name in kinds])
+    return cls(**{key: _convert(prefix + key, value, kinds[key]) for key, value in tree.items()})
+
+
+def _convert(key: str, value: Any, kind: Any) -> Any:
+    """Return `value` as `kind` (a type annotation of a recipe field), or raise an error that names `key`."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return _build(kind, value, f"{key}.")
+    if origin in UNIONS:
+        for option in args:
+            with suppress(UserError):
+                return _convert(key, value, option)
+    elif origin is list and isinstance(value, list):
+        return [_convert(f"{key}[{index}]", item, args[0]) for index, item in enumerate(value)]
+    elif origin is dict and isinstance(value, dict | None):
+        return {str(name): _convert(f"{key}.{name}", item, args[1]) for name, item in (value or {}).items()}
+    elif origin is Literal and isinstance(value, str) and value in args:
+        return value
+    elif kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        # YAML 1.1 reads 1e-3 as text, since it has no dot.
+        with suppress(ValueError):
+            return float(value)
+    elif isinstance(kind, type) and type(value) is kind:
+        return value
+    raise UserError(f"recipe key '{key}' must be {_describe(kind)}, not {_show(value)}")
+
+
+def _describe(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in UNIONS:
+        return " or ".join(_describe(option) for option in args)
+    if origin is Literal:
+        return f"one of {', '.join(args)}"
+    if origin is list:
+        return f"a list, each item {_describe(args[0])}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+    return names.get(kind, "a section of keys")
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _check_ranges(recipe: Recipe) -> None:
+    counts = {
+        key: getattr(recipe, key)
+        for key in ("max_steps", "max_tokens", "gradient_accumulation_steps", "log_every", "validate_every")
+    }
+    counts |= {f"generation.{key}": value for key, value in vars(recipe.generation).items()}
+    counts |= {f"data.dates.{key}": value for key, value in recipe.data.dates.items()}
+    counts["tokenizer.vocab_size"] = recipe.tokenizer.vocab_size
+    for key, value in counts.items():
+        _require(value > 0, key, "at least 1", value)
+    for key in ("warmup_steps", "weight_decay"):
+        _require(getattr(recipe, key) >= 0, key, "at least 0", getattr(recipe, key))
+    _require(recipe.learning_rate > 0, "learning_rate", "above 0", recipe.learning_rate)
+    _require(0 <= recipe.label_smoothing < 1, "label_smoothing", "in [0, 1)", recipe.label_smoothing)
+    betas = recipe.adam_betas
+    _require(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "adam_betas", "two numbers in [0, 1)", betas)
+    _check_data(recipe.data)
+
+
+def _check_data(data: DataRecipe) -> None:
+    _require(len(data.columns) == 2, "data.columns", "two names, source and target", data.columns)
+    sections = [name for name in ("splits", "dates") if getattr(data, name)]
+    _require(len(sections) == 1, "data", "given by exactly one of splits and dates", sections)
+    names = list(getattr(data, sections[0]))
+    _require({"train", "validation"} <= set(names), f"data.{sections[0]}", "train, validation and any tests", names)
+
+
+def _require(holds: bool, key: str, allowed: str, value: Any) -> None:
+    if not holds:
+        raise UserError(f"recipe key '{key}' must be {allowed}, not {_show(value)}")
