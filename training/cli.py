@@ -61,6 +61,10 @@ def train_command(
     [bold]Several processes[/bold]
 
     torchrun --nproc_per_node 2 -m triptych.training.cli train dates
+
+    [bold]On busy CPU cores[/bold], several times faster with
+
+    GOMP_SPINCOUNT=1000 triptych train dates
     """
     # Each command imports what it needs, so that help does not wait for it.
     from accelerate import PartialState

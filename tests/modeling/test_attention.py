@@ -115,8 +115,8 @@ def test_head_variants(topology, variant, position, side):
 
 
 def check_flex(topology: str, side: str, **options):
-    """flex_attention has no backward on a CPU: outputs only."""
-    texts = Ragged(topology, side)
+    """flex_attention has no backward on a CPU: outputs only. Equal shapes share compiled kernels."""
+    texts = Ragged(topology, side, lengths=(9, 5, 7), target_lengths=(4, 9, 5))
     expected = texts.alone(tiny_model(topology, "eager", **options))
     with torch.no_grad():
         assert_equal(texts.together(tiny_model(topology, "flex_attention", **options)), expected)
@@ -131,12 +131,12 @@ def test_flex_positions(position):
 @needs_compiler
 @pytest.mark.parametrize("topology", ["encoder", "decoder"])
 def test_flex_layer_types(topology):
-    check_flex(topology, "inside", position_embedding_type="rotary", **MIXED, **GROUPED)
+    check_flex(topology, "inside", position_embedding_type="rotary", **MIXED)
 
 
 @needs_compiler
 def test_flex_encoder_decoder():
-    check_flex("encoder_decoder", "right", position_embedding_type="alibi", num_hidden_layers=1, sliding_window=4)
+    check_flex("encoder_decoder", "right", num_hidden_layers=1)
 
 
 @needs_compiler
@@ -158,7 +158,8 @@ def test_flex_head_variants(topology, variant):
 
 
 @needs_compiler
-@pytest.mark.parametrize("position", ["none", pytest.param("relative", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("position", ["none", "relative"])
 def test_flex_takes_texts_of_any_length(position):
     """One model reads batch after batch, each of another length, and so may compile for lengths in general."""
     model = tiny_model("decoder", "flex_attention", position_embedding_type=position, num_hidden_layers=1)
@@ -266,9 +267,8 @@ def test_4d_masks(topology, position, name):
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "name", ["boolean, per head", *(pytest.param(name, marks=pytest.mark.slow) for name in custom_masks(1, 4, 1))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", custom_masks(1, 4, 1))
 @torch.no_grad()
 def test_4d_masks_with_flex(name):
     mask, ids = custom_masks(2, 4, 7)[name], random_tokens(2, 7)

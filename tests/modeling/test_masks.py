@@ -66,43 +66,45 @@ def check_influence(model, rule, side: str | None, **inputs):
     assert torch.equal(seen, expected), f"seen\n{seen.int()}\nexpected\n{expected.int()}"
 
 
-def grid(backend_cases: list[tuple]) -> list:
-    """Backend x cases; flex_attention takes the cases that are marked as few, and the others among the slow tests."""
-    cases = []
-    for backend in ("eager", "sdpa", "flex_attention"):
-        for *case, is_few in backend_cases:
-            marks = () if backend != "flex_attention" else (needs_compiler, *(() if is_few else (pytest.mark.slow,)))
-            cases.append(pytest.param(backend, *case, marks=marks))
-    return cases
+in_every_padding = pytest.mark.parametrize("side", [None, *SIDES])
+
+# Topology, the field that sets the size, and whether token j reaches output i.
+REACH = {
+    "causal window": ("decoder", "sliding_window", lambda i, j, size: (j <= i) & (i - j < size)),
+    "bidirectional window": ("encoder", "sliding_window", lambda i, j, size: (i - j).abs() <= size // 2),
+    "causal chunk": ("decoder", "attention_chunk_size", lambda i, j, size: (j <= i) & (i // size == j // size)),
+    "bidirectional chunk": ("encoder", "attention_chunk_size", lambda i, j, size: i // size == j // size),
+}
 
 
-SIZES = [(size, side, size == 5 and side == "left") for size in (2, 3, 4, 5, 40) for side in (None, *SIDES)]
+def check_reach(name: str, backend: str, size: int, side: str | None):
+    topology, field, rule = REACH[name]
+    check_influence(one_layer(topology, backend, **{field: size}), lambda i, j: rule(i, j, size), side)
 
 
-@pytest.mark.parametrize(("backend", "size", "side"), grid(SIZES))
-def test_causal_window_width(backend, size, side):
-    """Window wider or narrower by one in some backends: token j reaches output i iff 0 <= i - j < W."""
-    model = one_layer("decoder", backend, sliding_window=size)
-    check_influence(model, lambda i, j: (j <= i) & (i - j < size), side)
+@in_every_padding
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 40])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", REACH)
+def test_reach(name, backend, size, side):
+    """Window wider or narrower by one in some backends: token j reaches output i iff 0 <= i - j < W (causal),
+    abs(i - j) <= W // 2 (bidirectional), and within a chunk iff i // C == j // C."""
+    if size == 1 and REACH[name][0] == "decoder":
+        pytest.skip("a decoder's windows and chunks are of two tokens or more")
+    check_reach(name, backend, size, side)
 
 
-@pytest.mark.parametrize(("backend", "size", "side"), grid([(1, None, False), (1, "inside", False), *SIZES]))
-def test_bidirectional_window_width(backend, size, side):
-    """Window wider or narrower by one in some backends: token j reaches output i iff abs(i - j) <= W // 2."""
-    model = one_layer("encoder", backend, sliding_window=size)
-    check_influence(model, lambda i, j: (i - j).abs() <= size // 2, side)
+@needs_compiler
+@pytest.mark.slow
+@in_every_padding
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize("name", REACH)
+def test_reach_with_flex(name, size, side):
+    check_reach(name, "flex_attention", size, side)
 
 
-@pytest.mark.parametrize(("backend", "size", "side"), grid([(*case, False) for *case, _ in SIZES]))
-@pytest.mark.parametrize("topology", BASE_MODELS)
-def test_chunk_borders(topology, backend, size, side):
-    """Token j reaches output i iff both are of one chunk of real tokens, and j is not later in a decoder."""
-    model = one_layer(topology, backend, attention_chunk_size=size)
-    check_influence(model, lambda i, j: (i // size == j // size) & ((j <= i) | (topology == "encoder")), side)
-
-
+@in_every_padding
 @pytest.mark.parametrize("backend", BACKENDS_SLOW_FLEX)
-@pytest.mark.parametrize("side", [None, *SIDES])
 def test_full_layers(backend, side):
     check_influence(one_layer("encoder", backend), lambda i, j: torch.tensor(True), side)
     check_influence(one_layer("decoder", backend), lambda i, j: j <= i, side)
@@ -287,14 +289,7 @@ def test_the_last_packed_document_goes_on_or_is_refused(form):
 # Prefix
 
 
-PREFIXES = [
-    (length, side, length == 5 and side in (None, "left")) for length in (0, 1, 5, 12) for side in (None, *SIDES)
-]
-
-
-@pytest.mark.parametrize(("backend", "length", "side"), grid(PREFIXES))
-def test_prefix(backend, length, side):
-    """The leading real tokens see each other both ways, the others only what came before."""
+def check_prefix(backend: str, length: int, side: str | None):
     rows = (12 if side is None else 17) + 1
     check_influence(
         one_layer("decoder", backend),
@@ -302,6 +297,20 @@ def test_prefix(backend, length, side):
         side,
         prefix_length=torch.full((rows,), length),
     )
+
+
+@in_every_padding
+@pytest.mark.parametrize("length", [0, 1, 5, 12])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_prefix(backend, length, side):
+    """The leading real tokens see each other both ways, the others only what came before."""
+    check_prefix(backend, length, side)
+
+
+@needs_compiler
+@pytest.mark.parametrize("side", [None, *(pytest.param(side, marks=pytest.mark.slow) for side in SIDES)])
+def test_prefix_with_flex(side):
+    check_prefix("flex_attention", 5, side)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])

@@ -12,7 +12,8 @@ def triptych(folder, *arguments):
     result = subprocess.run(
         [sys.executable, "-m", "triptych.training.cli", *arguments],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())},
+        # Where the tests share their cores, threads that spin for long would make this several times slower.
+        env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count()), "GOMP_SPINCOUNT": "1000"},
         capture_output=True,
         text=True,
     )
