@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from transformers import CompileConfig, GenerationConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
 from triptych import TriptychConfig
 
@@ -150,7 +150,11 @@ def test_continuous_batching_equals_plain_runs(changes):
     model = build("decoder", changes)
     rows, _ = prompts()
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
-    answers = model.generate_batch(inputs=[row.tolist() for row in rows], generation_config=settings)
+    # Left to itself the paged cache takes most of the machine's free memory.
+    memory = ContinuousBatchingConfig(num_blocks=16, block_size=32, max_batch_tokens=64)
+    answers = model.generate_batch(
+        inputs=[row.tolist() for row in rows], generation_config=settings, continuous_batching_config=memory
+    )
     expected = one_by_one(model, rows, use_cache=False, repetition_penalty=1.0)
     assert [answer.generated_tokens for answer in answers.values()] == expected
 
