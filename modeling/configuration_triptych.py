@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
-SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id", "decoder_start_token_id")
 
 STACK_TP_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -317,11 +317,17 @@ def rope_by_layer_type(config: TriptychStackConfig) -> dict[str, dict[str, Any]]
 
 @strict
 class TriptychEncoderConfig(TriptychStackConfig):
-    """A stack that reads both ways: BERT and its kind."""
+    """A stack that reads both ways: BERT and its kind.
+
+    Args:
+        mask_token_id: the token that stands where another is to be predicted. Its embedding is where the query stream
+            of permutation language modelling starts, the learned vector w of Yang et al. (2019, section 2.3).
+    """
 
     base_config_key = "encoder"
 
     topology: Literal["encoder", "decoder", "encoder_decoder"] = "encoder"
+    mask_token_id: int | None = None
 
 
 @strict

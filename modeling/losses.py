@@ -109,16 +109,23 @@ def classification_loss(
 
 
 def span_loss(
-    start_logits: torch.Tensor, end_logits: torch.Tensor, start_positions: torch.Tensor, end_positions: torch.Tensor
+    start_logits: torch.Tensor,
+    end_logits: torch.Tensor,
+    start_positions: torch.Tensor,
+    end_positions: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
-    """Mean cross-entropy of a span's two ends: logits [B, T], positions [B]; a position outside the text is ignored."""
+    """Mean cross-entropy of a span's two ends: logits [B, T], positions [B]; a position outside the text is ignored.
+
+    Items are texts: with `num_items_in_batch`, the loss of each end is the sum over texts divided by it.
+    """
 
     def end_loss(name: str, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         positions = positions.view(-1)
         if len(positions) != len(logits):
             raise ValueError(f"`{name}` has shape [{len(positions)}], but must be [{len(logits)}].")
         outside = (positions < 0) | (positions >= logits.shape[-1])
-        return cross_entropy(logits, positions.masked_fill(outside, IGNORE))
+        return cross_entropy(logits, positions.masked_fill(outside, IGNORE), num_items_in_batch)
 
     start_loss = end_loss("start_positions", start_logits, start_positions)
     return (start_loss + end_loss("end_positions", end_logits, end_positions)) / 2

@@ -32,7 +32,8 @@ from .configuration_triptych import TriptychStackConfig
 class Layout:
     """How the tokens of one forward lie: padding, documents and prefix, over all S key slots.
 
-    `None` means the plain case: no padding, one document, ranks equal slots, no prefix, no mask of the caller's own.
+    `None` means the plain case: no padding, one document, ranks equal slots, no prefix, no mask of the caller's own, no
+    order of prediction.
     """
 
     query_slots: torch.Tensor  # [T]
@@ -42,6 +43,7 @@ class Layout:
     ranks: torch.Tensor | None = None  # [B, S]
     prefix: torch.Tensor | None = None  # [B, S] True within the prefix
     custom: torch.Tensor | dict | None = None  # the caller's 4D mask; continuous batching plans one per layer type
+    permutation: torch.Tensor | None = None  # [B, S, S] True where an order of prediction lets the row see the column
 
     def rank(self, batch: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return slot if self.ranks is None else self.ranks[batch, slot]
@@ -70,6 +72,7 @@ def read_layout(
     seq_idx: torch.Tensor | None,
     prefix_length: torch.Tensor | None,
     cache: Cache | None,
+    token_type_ids: torch.Tensor | None = None,
 ) -> Layout:
     """Reads the layout of `hidden_states` [B, T, D] from what the caller gave, and fills in `position_ids`.
 
@@ -78,7 +81,8 @@ def read_layout(
     """
     batch_size, length = hidden_states.shape[:2]
     device = hidden_states.device
-    check_shapes(batch_size, length, position_ids, seq_idx, prefix_length)
+    by_token = dict(position_ids=position_ids, seq_idx=seq_idx, token_type_ids=token_type_ids)
+    check_shapes(batch_size, length, by_token, prefix_length)
     if isinstance(cache, PagedAttentionCache):  # continuous batching plans its own masks and positions
         return Layout(torch.arange(length, device=device), position_ids, custom=attention_mask)
     past = cache.get_seq_length() if cache is not None else 0
@@ -108,6 +112,60 @@ def read_layout(
     return Layout(query_slots, position_ids.to(device), padding, documents, ranks, prefix, custom)
 
 
+def read_targets(
+    layout: Layout, perm_mask: torch.Tensor | None, target_mapping: torch.Tensor | None, batch_size: int
+) -> torch.Tensor:
+    """The slot [B, P] that each one-hot row of `target_mapping` [B, P, T] names; a row of zeros names slot 0.
+
+    Raises:
+        ValueError: an input has the wrong shape, a row is not one-hot, or the layout leaves no room for permutations.
+    """
+    length = len(layout.query_slots)
+    if layout.custom is not None:
+        raise ValueError("`perm_mask` and `target_mapping` cannot be combined with a 4D `attention_mask`.")
+    if perm_mask is not None and tuple(perm_mask.shape) != (batch_size, length, length):
+        raise ValueError(f"`perm_mask` has shape {list(perm_mask.shape)}, but must be {[batch_size, length, length]}.")
+    if target_mapping is None:
+        return layout.query_slots.new_empty(batch_size, 0)
+    shape = tuple(target_mapping.shape)
+    if len(shape) != 3 or shape != (batch_size, shape[1], length) or not shape[1]:
+        raise ValueError(f"`target_mapping` has shape {list(shape)}, but must be [{batch_size}, P, {length}], P > 0.")
+    named = target_mapping.to(layout.query_slots.device) != 0
+    if named.device.type == "cpu" and not is_tracing(named) and bool((named.sum(-1) > 1).any()):
+        raise ValueError("`target_mapping` has a row that names several tokens, but each must name one.")
+    return named.int().argmax(-1)
+
+
+def two_streams(layout: Layout, perm_mask: torch.Tensor | None, targets: torch.Tensor) -> Layout:
+    """The layout of T tokens and, behind them, P queries that stand where the tokens `targets` [B, P] do.
+
+    Two-stream self-attention (Yang et al. 2019, arXiv 1906.08237, section 2.3): both streams see the tokens that
+    `perm_mask` [B, T, T] leaves them (1 is hidden); a token also sees itself, a query never its own token, and nobody
+    sees a query. So the content stream h and the query stream g are one text for the layers.
+    """
+    batch_size, queries = targets.shape
+    length = len(layout.query_slots)
+    slots = torch.cat((layout.query_slots.expand(batch_size, -1), targets), dim=1)  # [B, T + P] where each one stands
+    own = slots[:, :, None] == layout.query_slots  # [B, T + P, T]
+    sees = ~own
+    if perm_mask is not None:
+        hidden = perm_mask.to(slots.device, torch.bool)
+        sees &= ~hidden.gather(1, slots[:, :, None].expand(-1, -1, length))
+    sees[:, :length] |= own[:, :length]
+
+    def stand(table: torch.Tensor | None) -> torch.Tensor | None:
+        return None if table is None else table.expand(batch_size, -1).gather(1, slots)
+
+    return Layout(
+        query_slots=torch.arange(length + queries, device=slots.device),
+        position_ids=stand(layout.position_ids),
+        padding=None if layout.padding is None else F.pad(layout.padding, (0, queries), value=True),
+        documents=stand(layout.documents),
+        ranks=slots if layout.ranks is None else stand(layout.ranks),
+        permutation=F.pad(sees, (0, queries)),
+    )
+
+
 def is_plain(position_ids: torch.Tensor) -> bool:
     """Whether positions simply count from zero; a compiled graph must not look, and takes the general way."""
     if is_tracing(position_ids):
@@ -128,8 +186,8 @@ def remember(cache: Cache | None, known_past: int | None, is_continuable: bool):
         )
 
 
-def check_shapes(batch_size, length, position_ids, seq_idx, prefix_length):
-    for name, value in (("position_ids", position_ids), ("seq_idx", seq_idx)):
+def check_shapes(batch_size, length, by_token, prefix_length):
+    for name, value in by_token.items():
         if value is not None and tuple(value.shape) not in ((batch_size, length), (1, length)):
             raise ValueError(f"`{name}` has shape {list(value.shape)}, but must be {[batch_size, length]}.")
     if prefix_length is not None and tuple(prefix_length.shape) != (batch_size,):
@@ -237,6 +295,8 @@ def visibility(config: TriptychStackConfig, layout: Layout, layer_type: str, is_
         sees = and_masks(sees, chunk_rule(layout, window))
     if layout.documents is not None:
         sees = and_masks(sees, document_rule(layout.documents, layout.documents))
+    if layout.permutation is not None:
+        sees = permutation_rule(sees, layout)
     return sees, window
 
 
@@ -266,6 +326,22 @@ def document_rule(query_documents: torch.Tensor, key_documents: torch.Tensor) ->
         return query_documents[batch, query] == key_documents[batch, key]
 
     return same_document
+
+
+def permutation_rule(sees: Callable, layout: Layout) -> Callable:
+    """`sees` within the permutation. A query that would see nothing, as the first of an order, sees itself instead:
+    over nothing, a softmax is NaN in one backend, zero in the next, and in another the mean of all that is hidden."""
+    slots = layout.query_slots
+    batch = torch.arange(len(layout.permutation), device=slots.device)[:, None, None]
+    visible = layout.permutation & sees(batch, 0, slots[:, None], slots)  # [B, S, S]
+    if layout.padding is not None:
+        visible &= layout.padding[:, None]
+    visible |= ~visible.any(-1, keepdim=True) & (slots[:, None] == slots)
+
+    def may_see(batch, head, query, key):
+        return visible[batch, query, key]
+
+    return may_see
 
 
 def self_attention_mask(
@@ -299,7 +375,7 @@ def self_attention_mask(
     if window and cache is not None:
         check_window_cache(layout.padding, layer_type, query_length)
     # Only the plain pattern can be left to a kernel's own causal flag; see transformers' `sdpa_mask`.
-    is_plain_pattern = layout.documents is None and layout.prefix is None
+    is_plain_pattern = layout.documents is None and layout.prefix is None and layout.permutation is None
     is_compiled_step = getattr(cache, "is_compileable", False) and query_length == 1
     refuse_on_flash(config, layout, hidden_states.shape[0])
     mask = backend_mask_function(config)(
@@ -375,8 +451,11 @@ def refuse_on_flash(config: TriptychStackConfig, layout: Layout, batch_size: int
     if not is_flash_attention_requested(config):
         return
     name = config._attn_implementation
-    if layout.prefix is not None or layout.custom is not None:
-        raise ValueError(f"`attn_implementation` is {name!r}, which takes no 4D mask and no `prefix_length`.")
+    if any(rule is not None for rule in (layout.prefix, layout.custom, layout.permutation)):
+        raise ValueError(
+            f"`attn_implementation` is {name!r}, which takes no 4D mask, no `prefix_length`, no `perm_mask` and no "
+            "`target_mapping`."
+        )
     if layout.documents is not None and (batch_size > 1 or layout.padding is not None):
         raise ValueError(f"`attn_implementation` is {name!r}, which takes packed documents only in one unpadded row.")
 

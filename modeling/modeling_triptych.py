@@ -61,6 +61,14 @@ BASE_MODELS = {
 }
 
 
+class HeadKwargs(TransformersKwargs, total=False):
+    """What heads take by keyword, and do not name: of every named argument with "label" in it, transformers' Trainer
+    thinks that it holds labels, without which there is no loss to evaluate."""
+
+    label_smoothing: float
+    shift_labels: torch.LongTensor
+
+
 @dataclass
 class TriptychForPreTrainingOutput(ModelOutput):
     """Both answers of `TriptychEncoderForPreTraining`: token logits [B, T, V] and sentence logits [B, 2]."""
@@ -70,6 +78,11 @@ class TriptychForPreTrainingOutput(ModelOutput):
     seq_relationship_logits: torch.FloatTensor | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+def classifier_dropout(config: TriptychStackConfig) -> nn.Dropout:
+    """The dropout before a classification layer."""
+    return nn.Dropout(config.hidden_dropout if config.classifier_dropout is None else config.classifier_dropout)
 
 
 class TriptychPooler(nn.Module):
@@ -97,7 +110,7 @@ class TriptychPredictionHead(nn.Module):
 
 
 class TriptychHead(TriptychPreTrainedModel):
-    """A base model under `model`, a dropout for what is read from it, and the way most heads answer."""
+    """A base model under `model`, and the way most heads answer."""
 
     output_class: type[ModelOutput]
 
@@ -105,8 +118,6 @@ class TriptychHead(TriptychPreTrainedModel):
         super().__init__(config)
         self.model = BASE_MODELS[config.topology](config)
         self.num_labels = config.num_labels
-        dropout = config.classifier_dropout
-        self.dropout = nn.Dropout(config.get_text_config().hidden_dropout if dropout is None else dropout)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()
@@ -131,9 +142,8 @@ class TriptychHead(TriptychPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        label_smoothing: float = 0.0,
         use_cache: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> ModelOutput:
         """The base model's arguments, and:
 
@@ -145,6 +155,7 @@ class TriptychHead(TriptychPreTrainedModel):
         Returns:
             `logits`, and the `loss` if there are labels.
         """
+        label_smoothing = kwargs.pop("label_smoothing", 0.0)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -217,7 +228,7 @@ class GenerativeHead(LanguageModelHead, GenerationMixin):
 
 
 class TriptychForMaskedLM(LanguageModelHead):
-    """Which token stood at a masked place (Devlin et al. 2019): `labels` [B, T], `logits` [B, T, V]."""
+    """Which token stood at a masked place (Devlin et al. 2019), or stands next in some order (Yang et al. 2019)."""
 
     config: TriptychEncoderConfig
     output_class = MaskedLMOutput
@@ -228,6 +239,28 @@ class TriptychForMaskedLM(LanguageModelHead):
         super().__init__(config)
         self.prediction_head = TriptychPredictionHead(config)
         self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        perm_mask: torch.Tensor | None = None,
+        target_mapping: torch.Tensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> MaskedLMOutput:
+        """The arguments of `TriptychHead.forward` and of `TriptychEncoderModel.forward`; in two settings:
+
+        - masked language modelling: `labels` [B, T], -100 but for the masked places; `logits` [B, T, V];
+        - permutation language modelling, with `perm_mask` [B, T, T] and `target_mapping` [B, P, T]: `labels` [B, P] are
+          the very tokens that `target_mapping` names, unshifted; `logits` [B, P, V] are of the query stream.
+        """
+        inputs = dict(token_type_ids=token_type_ids, position_ids=position_ids, inputs_embeds=inputs_embeds)
+        permutation = dict(perm_mask=perm_mask, target_mapping=target_mapping)
+        return super().forward(input_ids, attention_mask, labels=labels, **inputs, **permutation, **kwargs)
 
     def answer(self, outputs, attention_mask):
         return self.project(self.prediction_head(outputs.last_hidden_state))
@@ -244,6 +277,7 @@ class TriptychEncoderForPreTraining(LanguageModelHead):
         super().__init__(config)
         self.prediction_head = TriptychPredictionHead(config)
         self.pooler = TriptychPooler(config)
+        self.dropout = classifier_dropout(config)
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
@@ -258,10 +292,10 @@ class TriptychEncoderForPreTraining(LanguageModelHead):
         labels: torch.LongTensor | None = None,
         next_sentence_label: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        label_smoothing: float = 0.0,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> TriptychForPreTrainingOutput:
         """`labels` [B, T] as for masked tokens; `next_sentence_label` [B] is 0 if the second text follows, else 1."""
+        label_smoothing = kwargs.pop("label_smoothing", 0.0)
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs)
         prediction_logits = self.project(self.prediction_head(outputs.last_hidden_state))
         seq_relationship_logits = self.seq_relationship(self.dropout(self.pooler(outputs.pooler_output)))
@@ -304,6 +338,7 @@ class SequenceClassification(TriptychHead):
         super().__init__(config)
         if config.topology == "encoder":
             self.pooler = TriptychPooler(config)
+        self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
@@ -325,6 +360,7 @@ class TokenClassification(TriptychHead):
 
     def __init__(self, config: TriptychStackConfig):
         super().__init__(config)
+        self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
@@ -337,6 +373,7 @@ class QuestionAnswering(TriptychHead):
 
     def __init__(self, config: TriptychStackConfig):
         super().__init__(config)
+        self.dropout = classifier_dropout(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
@@ -350,10 +387,14 @@ class QuestionAnswering(TriptychHead):
         inputs_embeds: torch.FloatTensor | None = None,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
         use_cache: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> QuestionAnsweringModelOutput:
-        """`start_positions` and `end_positions` [B] are token indices, ignored outside the text; logits are [B, T]."""
+        """`start_positions` and `end_positions` [B] are token indices, ignored outside the text; logits are [B, T].
+
+        `num_items_in_batch` counts texts.
+        """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -370,7 +411,7 @@ class QuestionAnswering(TriptychHead):
         start_logits, end_logits = logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = span_loss(start_logits, end_logits, start_positions, end_positions)
+            loss = span_loss(start_logits, end_logits, start_positions, end_positions, num_items_in_batch)
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits.contiguous(),
@@ -413,6 +454,7 @@ class TriptychEncoderForNextSentencePrediction(TriptychHead):
     def __init__(self, config: TriptychEncoderConfig):
         super().__init__(config)
         self.pooler = TriptychPooler(config)
+        self.dropout = classifier_dropout(config)
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
@@ -432,6 +474,7 @@ class TriptychEncoderForMultipleChoice(TriptychHead):
     def __init__(self, config: TriptychEncoderConfig):
         super().__init__(config)
         self.pooler = TriptychPooler(config)
+        self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, 1)
         self.post_init()
 
@@ -448,10 +491,10 @@ class TriptychEncoderForMultipleChoice(TriptychHead):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        label_smoothing: float = 0.0,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> MultipleChoiceModelOutput:
         """Every input has one more axis, [B, C, T]; `labels` [B] are the right choices; logits are [B, C]."""
+        label_smoothing = kwargs.pop("label_smoothing", 0.0)
         texts = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -493,10 +536,8 @@ class TriptychForCausalLM(GenerativeHead):
         logits_to_keep: int | torch.Tensor = 0,
         prefix_length: torch.LongTensor | None = None,
         seq_idx: torch.Tensor | None = None,
-        shift_labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        label_smoothing: float = 0.0,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> CausalLMOutputWithPast:
         """The arguments of `TriptychDecoderModel.forward`, and:
 
@@ -508,6 +549,8 @@ class TriptychForCausalLM(GenerativeHead):
         Returns:
             `logits` [B, T, V], the `cache`, and the `loss` if there are labels.
         """
+        label_smoothing = kwargs.pop("label_smoothing", 0.0)
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -584,8 +627,7 @@ class TriptychForConditionalGeneration(GenerativeHead):
         seq_idx: torch.Tensor | None = None,
         decoder_seq_idx: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        label_smoothing: float = 0.0,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> Seq2SeqLMOutput:
         """The arguments of `TriptychEncoderDecoderModel.forward`, and:
 
@@ -596,6 +638,7 @@ class TriptychForConditionalGeneration(GenerativeHead):
         Returns:
             `logits` [B, T, V], the `cache`, the encoder's states, and the `loss` if there are labels.
         """
+        label_smoothing = kwargs.pop("label_smoothing", 0.0)
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         outputs = self.model(

@@ -35,7 +35,15 @@ from .configuration_triptych import (
     rope_by_layer_type,
 )
 from .layers import TriptychLayer
-from .masks import Layout, cross_attention_mask, find_documents, read_layout, self_attention_mask
+from .masks import (
+    Layout,
+    cross_attention_mask,
+    find_documents,
+    read_layout,
+    read_targets,
+    self_attention_mask,
+    two_streams,
+)
 from .positions import TriptychRelativeBias, TriptychRotaryEmbedding, alibi_bias, sinusoidal_embedding
 
 renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -125,6 +133,11 @@ class TriptychPreTrainedModel(PreTrainedModel):
                     shutil.copyfile(file, Path(save_directory) / file.name)
 
 
+def check_batch(name: str, given: torch.Tensor, ndim: int):
+    if given.ndim != ndim or 0 in given.shape:
+        raise ValueError(f"`{name}` has shape {list(given.shape)}, but must be a batch of at least one token.")
+
+
 def check_ids(name: str, ids: torch.Tensor, table: nn.Embedding, size: str):
     """Refuses ids outside their table. Free on a CPU; elsewhere it would wait for the device, which checks itself."""
     if ids.device.type != "cpu" or is_tracing(ids):
@@ -168,17 +181,47 @@ class TriptychStack(TriptychPreTrainedModel):
         self.norm = nn.Identity() if is_post else norm(config.hidden_size, eps=config.norm_eps)
         self.gradient_checkpointing = False
 
+    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the token table [B, T, E]."""
+        if self.embed_tokens is None:
+            raise ValueError("`input_ids` are given, but this stack has no table of its own; give `inputs_embeds`.")
+        check_batch("input_ids", input_ids, 2)
+        check_ids("input_ids", input_ids, self.embed_tokens, "vocab_size")
+        return self.embed_tokens(input_ids)
+
     def embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         """Token embeddings [B, T, E], scaled by sqrt(E) if the configuration says so (2017, section 3.4)."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
-        name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
-        if given.ndim != (2 if inputs_embeds is None else 3) or 0 in given.shape:
-            raise ValueError(f"`{name}` has shape {list(given.shape)}, but must be a batch of at least one token.")
         if inputs_embeds is None:
-            check_ids("input_ids", input_ids, self.embed_tokens, "vocab_size")
-            inputs_embeds = self.embed_tokens(input_ids)
+            inputs_embeds = self.look_up(input_ids)
+        check_batch("inputs_embeds", inputs_embeds, 3)
         return inputs_embeds * self.config.embedding_size**0.5 if self.config.scale_embedding else inputs_embeds
+
+    def add_queries(
+        self,
+        hidden_states: torch.Tensor,
+        token_type_ids: torch.Tensor | None,
+        layout: Layout,
+        perm_mask: torch.Tensor | None,
+        target_mapping: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Layout]:
+        """Puts the P queries behind the T tokens: embeddings [B, T + P, E], types and layout of both streams.
+
+        Every query starts as the mask token, whose row of the table is the vector w of Yang et al. 2019, section 2.3.
+        """
+        if self.config.topology != "encoder":
+            raise ValueError("`perm_mask` and `target_mapping` are inputs of an encoder, and this stack is a decoder.")
+        targets = read_targets(layout, perm_mask, target_mapping, len(hidden_states))
+        if target_mapping is not None:
+            if self.config.mask_token_id is None:
+                raise ValueError("`target_mapping` needs `config.mask_token_id`, which is None but must be a token id.")
+            queries = self.embed(torch.full_like(targets, self.config.mask_token_id), None)
+            hidden_states = torch.cat((hidden_states, queries), dim=1)
+        if token_type_ids is not None:
+            types = token_type_ids.expand(len(targets), -1)
+            token_type_ids = torch.cat((types, types.gather(1, targets.to(types.device))), dim=1)
+        return hidden_states, token_type_ids, two_streams(layout, perm_mask, targets)
 
     def add_positions(
         self, hidden_states: torch.Tensor, position_ids: torch.Tensor, token_type_ids: torch.Tensor | None
@@ -195,9 +238,6 @@ class TriptychStack(TriptychPreTrainedModel):
         if self.config.type_vocab_size:
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(position_ids)
-            elif token_type_ids.shape[-1] != hidden_states.shape[1]:
-                shape = list(hidden_states.shape[:2])
-                raise ValueError(f"`token_type_ids` has shape {list(token_type_ids.shape)}, but must be {shape}.")
             check_ids("token_type_ids", token_type_ids, self.embed_token_types, "type_vocab_size")
             hidden_states = hidden_states + self.embed_token_types(token_type_ids)
         if self.config.embedding_norm:
@@ -256,13 +296,18 @@ class TriptychStack(TriptychPreTrainedModel):
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         encoder_seq_idx: torch.Tensor | None = None,
+        perm_mask: torch.Tensor | None = None,
+        target_mapping: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """The whole stack, from tokens [B, T] to hidden states [B, T, D]."""
+        """The whole stack, from tokens [B, T] to hidden states [B, T, D], or [B, T + P, D] with a query stream."""
         hidden_states = self.embed(input_ids, inputs_embeds)
         own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        layout = read_layout(hidden_states, attention_mask, position_ids, seq_idx, prefix_length, own_cache)
-        hidden_states = self.add_positions(hidden_states, layout.position_ids, token_type_ids)
+        types = token_type_ids if self.config.type_vocab_size else None
+        layout = read_layout(hidden_states, attention_mask, position_ids, seq_idx, prefix_length, own_cache, types)
+        if perm_mask is not None or target_mapping is not None:
+            hidden_states, types, layout = self.add_queries(hidden_states, types, layout, perm_mask, target_mapping)
+        hidden_states = self.add_positions(hidden_states, layout.position_ids, types)
         inputs = self.layer_inputs(hidden_states, layout, own_cache, is_causal)
         encoder_mask = None
         if encoder_hidden_states is not None:
@@ -327,9 +372,11 @@ class TriptychEncoderModel(TriptychStack):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         seq_idx: torch.Tensor | None = None,
+        perm_mask: torch.Tensor | None = None,
+        target_mapping: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
-        """Reads texts both ways.
+        """Reads texts both ways, or in a given order of prediction.
 
         Args:
             input_ids: [B, T] token ids, or `inputs_embeds` [B, T, E] in their place.
@@ -338,9 +385,15 @@ class TriptychEncoderModel(TriptychStack):
             token_type_ids: [B, T] segments; zeros if not given.
             position_ids: [B, T]; by default real tokens count from 0. Where they restart at 0, a new document begins.
             seq_idx: [B, T] document numbers of packed texts, which do not see each other.
+            perm_mask: [B, T, T], 1 where token i may not see token j; itself a token always sees.
+            target_mapping: [B, P, T], each row one-hot at a token to predict. A second stream of P queries then runs
+                along, which have the places of these tokens but not what stands there, and see what `perm_mask`
+                leaves to them (Yang et al. 2019, arXiv 1906.08237, section 2.3). A row of zeros names the first slot.
 
         Returns:
-            `last_hidden_state` [B, T, D] and `pooler_output` [B, D], the token (or mean) that `pooling` names.
+            `last_hidden_state` [B, T, D] and `pooler_output` [B, D], the token (or mean) that `pooling` names. With
+            `target_mapping`, `last_hidden_state` is [B, P, D], of the queries alone; `pooler_output` is still of the
+            tokens, and what layers record is of both, T tokens and P queries.
 
         Raises:
             ValueError: an input has a wrong shape, an id is outside its table, or the batch is empty.
@@ -353,9 +406,14 @@ class TriptychEncoderModel(TriptychStack):
             token_type_ids,
             seq_idx,
             is_causal=False,
+            perm_mask=perm_mask,
+            target_mapping=target_mapping,
             **{name: value for name, value in kwargs.items() if name not in ("use_cache", "is_causal")},
         )
-        pooled = pool(hidden_states, attention_mask, self.config.pooling)
+        queries = 0 if target_mapping is None else target_mapping.shape[1]
+        tokens = hidden_states[:, : hidden_states.shape[1] - queries]
+        pooled = pool(tokens, attention_mask, self.config.pooling)
+        hidden_states = hidden_states[:, -queries:]  # of all tokens if there are no queries
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
 
@@ -445,7 +503,10 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
         self.encoder = TriptychEncoderModel(config.encoder)
         self.decoder = TriptychDecoderModel(config.decoder)
         if config.share_embeddings:
-            self._tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
+            # The one table is registered once: two modules with one parameter could not be sharded (FSDP2).
+            self.decoder.embed_tokens = None
+            for plan in (self.decoder._tp_plan, self.decoder._fsdp_plan):
+                plan.pop("embed_tokens", None)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -453,14 +514,6 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module):
         self.encoder.embed_tokens = value
-        if self.config.share_embeddings:
-            self.decoder.embed_tokens = value
-
-    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """The shared table, whatever `tie_word_embeddings` says of the output."""
-        if all_submodels:
-            return super().get_expanded_tied_weights_keys(all_submodels=True)
-        return dict(self._tied_weights_keys or {})
 
     @can_return_tuple
     @renamed_cache
@@ -503,6 +556,8 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
             encoder_outputs = BaseModelOutputWithPooling(
                 **dict(zip(("last_hidden_state", "hidden_states", "attentions"), encoder_outputs, strict=False))
             )
+        if self.config.share_embeddings and decoder_inputs_embeds is None:
+            decoder_input_ids, decoder_inputs_embeds = None, self.encoder.look_up(decoder_input_ids)
         encoder_hidden_states = encoder_outputs.last_hidden_state
         batch_size, length = encoder_hidden_states.shape[:2]
         padding = attention_mask.bool() if attention_mask is not None and attention_mask.ndim == 2 else None

@@ -17,6 +17,15 @@ from triptych import TriptychConfig
 
 VOCAB, WIDTH, INNER, LAYERS, LENGTH = 101, 36, 53, 3, 40
 SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    intermediate_size=INNER,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=3,
+    max_position_embeddings=LENGTH,
+    **SPECIAL,
+)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -61,17 +70,7 @@ class Reference:
         return theirs, ours
 
 
-COMMON = dict(
-    vocab_size=VOCAB,
-    hidden_size=WIDTH,
-    intermediate_size=INNER,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=3,
-    max_position_embeddings=LENGTH,
-    hidden_dropout=0.0,
-    scale_embedding=False,
-    **SPECIAL,
-)
+COMMON = dict(**SIZES, hidden_dropout=0.0, scale_embedding=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,16 +81,7 @@ def bert(model_class: type, head_names: list, ours: type, **options) -> Referenc
     return Reference(
         build=lambda: model_class(
             transformers.BertConfig(
-                vocab_size=VOCAB,
-                hidden_size=WIDTH,
-                intermediate_size=INNER,
-                num_hidden_layers=LAYERS,
-                num_attention_heads=3,
-                max_position_embeddings=LENGTH,
-                type_vocab_size=3,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-                **SPECIAL,
+                **SIZES, type_vocab_size=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
             )
         ),
         model_class=ours,
@@ -142,18 +132,12 @@ def modernbert() -> Reference:
     def build():
         model = transformers.ModernBertForMaskedLM(
             transformers.ModernBertConfig(
-                vocab_size=VOCAB,
-                hidden_size=WIDTH,
-                intermediate_size=INNER,
-                num_hidden_layers=LAYERS,
-                num_attention_heads=3,
-                max_position_embeddings=LENGTH,
+                **SIZES,
                 local_attention=6,
                 layer_types=layer_types,
                 rope_parameters=rope_parameters,
                 cls_token_id=1,
                 sep_token_id=2,
-                **SPECIAL,
             )
         )
         model.model.layers[0].attn_norm = nn.LayerNorm(WIDTH, eps=1e-5, bias=False)
@@ -261,19 +245,10 @@ def gpt2(inner: int) -> Reference:
 
 
 def llama_like(model_type: str, theirs: dict, ours: dict) -> Reference:
-    shared = dict(
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
-    )
+    shared = {**SIZES, "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": False}
     return Reference(
         build=lambda: getattr(transformers, f"{model_type}ForCausalLM")(
-            getattr(transformers, f"{model_type}Config")(**shared, **theirs, **SPECIAL, rms_norm_eps=1e-6)
+            getattr(transformers, f"{model_type}Config")(**shared, **theirs, rms_norm_eps=1e-6)
         ),
         model_class=triptych.TriptychForCausalLM,
         config=dict(
@@ -353,7 +328,7 @@ def t5(feed_forward: str, tied: bool, buckets: int = 32) -> Reference:
             decoder_start_token_id=0,
         ),
         names=[
-            (r"^shared", "model.encoder.embed_tokens"),
+            (r"^(shared|(en|de)coder\.embed_tokens)", "model.encoder.embed_tokens"),
             (r"^(encoder|decoder)\.", r"model.\1."),
             (r"block\.0\.layer\.0\.SelfAttention\.relative_attention_bias", "relative_bias.relative_attention_bias"),
             (r"block\.", "layers."),
@@ -409,7 +384,7 @@ def bart(scale_embedding: bool) -> Reference:
             decoder_start_token_id=2,
         ),
         names=[
-            (r"^model\.shared", "model.encoder.embed_tokens"),
+            (r"^model\.(shared|(en|de)coder\.embed_tokens)", "model.encoder.embed_tokens"),
             (r"layernorm_embedding", "embed_norm"),
             (r"encoder_attn\.", "cross_attn."),
             (r"encoder_attn_layer_norm", "cross_attn_norm"),

@@ -105,7 +105,8 @@ def test_target_and_source_masks_of_the_wrong_shape():
     with refused("attention_mask`", "[2, 5]", "[2, 6]"):
         model(**inputs_of("encoder_decoder", ids), decoder_attention_mask=torch.ones(2, 5))
     with refused("`encoder_attention_mask`", "[2, 5]", "[2, 6]"):
-        model.model.decoder(ids, encoder_hidden_states=torch.randn(2, 6, 32), encoder_attention_mask=torch.ones(2, 5))
+        memory = torch.randn(2, 6, 32)
+        model.model.decoder(inputs_embeds=memory, encoder_hidden_states=memory, encoder_attention_mask=torch.ones(2, 5))
 
 
 def test_mask_that_forgets_the_cache():

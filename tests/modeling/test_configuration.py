@@ -36,6 +36,7 @@ ODD = {
     "pad_token_id": None,
     "bos_token_id": 5,
     "eos_token_id": [6, 7],
+    "mask_token_id": 8,
     "decoder_start_token_id": 9,
     "tie_word_embeddings": False,
     "initializer_range": 0.013,
@@ -107,7 +108,9 @@ def default_of(topology: str, name: str):
 
 
 EVERY_FIELD = [(topology, name) for topology in TOPOLOGIES for name in field_names(topology)]
-STACK_FIELDS = [name for name in field_names("encoder") if name not in {f.name for f in fields(PreTrainedConfig)}]
+STACK_FIELDS = sorted(
+    {*field_names("encoder")} & {*field_names("decoder")} - {f.name for f in fields(PreTrainedConfig)}
+)
 
 
 def reloaded(config: TriptychConfig, folder) -> TriptychConfig:

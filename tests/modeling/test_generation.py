@@ -3,9 +3,8 @@
 import pytest
 import torch
 import transformers
+from tiny import tiny_model
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
-
-from triptych import TriptychConfig
 
 NEW_TOKENS = 10
 PROMPT_LENGTHS = (9, 5, 3)
@@ -38,12 +37,7 @@ MODELS += [pytest.param("encoder_decoder", mix, id=f"pair-{name}") for name, mix
 
 def build(topology, changes):
     """A tiny model whose next tokens vary, and which never stops early."""
-    torch.manual_seed(0)
-    config = TriptychConfig.from_preset(f"tiny_{topology}", tie_word_embeddings=False, **changes)
-    auto_class = (
-        transformers.AutoModelForSeq2SeqLM if topology == "encoder_decoder" else transformers.AutoModelForCausalLM
-    )
-    model = auto_class.from_config(config).eval()
+    model = tiny_model(topology, tie_word_embeddings=False, **changes)
     model.generation_config.eos_token_id = None
     return model
 

@@ -117,10 +117,24 @@ def test_factorised_table_reaches_the_logits(tied, topology):
 def test_tables_of_an_encoder_decoder(tied, shared):
     """Source, target and output are one table, or two, or three (Press & Wolf 2017)."""
     model = tiny_model("encoder_decoder", tie_word_embeddings=tied, share_embeddings=shared)
-    source, target = model.model.encoder.embed_tokens.weight, model.model.decoder.embed_tokens.weight
-    assert (source is target) == shared
-    assert (model.lm_head.weight is target) == tied
-    assert len({id(parameter) for parameter in (source, target, model.lm_head.weight)}) == 3 - tied - shared
+    source, target = model.model.encoder.embed_tokens, model.model.decoder.embed_tokens
+    assert (target is None) == shared  # the decoder then looks up in the encoder's
+    target = source if shared else target
+    assert (model.lm_head.weight is target.weight) == tied
+    tables = [parameter for parameter in model.parameters() if parameter.shape == source.weight.shape]
+    assert len(tables) == 3 - tied - shared
+
+
+@torch.no_grad()
+def test_a_shared_table_serves_both_panels():
+    """Sources and targets are looked up in one table, and a decoder without one asks for embeddings."""
+    model, source, target = tiny_model("encoder_decoder"), random_tokens(2, 5), random_tokens(2, 4)
+    expected = model(input_ids=source, decoder_input_ids=target).logits
+    table = model.get_input_embeddings()
+    embedded = dict(inputs_embeds=table(source), decoder_inputs_embeds=table(target))
+    assert_equal(model(**embedded).logits, expected, tolerance=0)
+    with pytest.raises(ValueError, match="no table of its own"):
+        model.get_decoder()(target, encoder_hidden_states=torch.randn(2, 5, 32))
 
 
 def test_shared_layers_are_one_layer():

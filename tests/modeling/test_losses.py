@@ -102,6 +102,16 @@ def test_span_by_hand():
     assert_equal(span_loss(start_logits, end_logits, starts[:, None], ends[:, None]).double(), expected)
 
 
+@pytest.mark.parametrize("num_items", [7, torch.tensor(7)])
+def test_span_with_a_count_by_hand(num_items):
+    """Both ends divide by the texts of the whole update, whatever the number of answers in this batch."""
+    start_logits, end_logits = torch.randn(2, 4, 9)
+    starts, ends = torch.tensor([0, 3, 9, -1]), torch.tensor([2, 8, 20, 3])
+    expected = hand_cross_entropy(start_logits, torch.tensor([0, 3, -100, -100]))
+    expected = (expected + hand_cross_entropy(end_logits, torch.tensor([2, 8, -100, 3]))) / 7 / 2
+    assert_equal(span_loss(start_logits, end_logits, starts, ends, num_items).double(), expected)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Every head
 
@@ -157,10 +167,10 @@ class Head:
             batch[name] = padded.movedim(1, -1)
         return batch
 
-    def count(self, batches: list[dict]) -> torch.Tensor | None:
-        """The labels of all batches, as transformers' Trainer counts them."""
-        if "labels" not in batches[0]:
-            return None
+    def count(self, batches: list[dict]) -> torch.Tensor | int:
+        """The labels of all batches, as transformers' Trainer counts them; the texts, where spans are the labels."""
+        if self.task == "span":
+            return sum(len(batch["input_ids"]) for batch in batches)
         start = 1 if self.shifts else 0
         return sum((batch["labels"][..., start:] != -100).sum() for batch in batches)
 
@@ -203,10 +213,8 @@ def test_accumulated_gradients_are_those_of_one_batch(name, smoothing):
     more = {"label_smoothing": smoothing} if head.task != "span" else {}
 
     def accumulated(batches):
-        count = head.count(batches)
-        # Trainer divides by the number of batches where there is nothing to count.
-        share, more["num_items_in_batch"] = (1, count) if count is not None else (len(batches), None)
-        return gradients(model, sum(model(**batch, **more).loss / share for batch in batches))
+        more["num_items_in_batch"] = head.count(batches)
+        return gradients(model, sum(model(**batch, **more).loss for batch in batches))
 
     together = accumulated([head.collate(examples)])
     assert any(gradient.abs().max() > 1e-3 for gradient in together.values())
@@ -226,7 +234,7 @@ def test_nothing_to_learn(name, count):
             batch[key] = torch.full_like(batch[key], -100)
     if head.task == "seq2seq":
         batch["decoder_input_ids"] = random_tokens(2, batch["labels"].shape[1])
-    more = {} if count is None or head.task == "span" else {"num_items_in_batch": count}
+    more = {} if count is None else {"num_items_in_batch": count}
     loss = model(**batch, **more).loss
     assert loss.item() == 0
     for key, gradient in gradients(model, loss).items():
@@ -379,3 +387,15 @@ def test_trainer_counts_what_the_loss_sums(tmp_path):
         assert trainer.model_accepts_loss_kwargs
         count = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
         assert_equal(trainer.compute_loss(model, dict(batch), num_items_in_batch=count), model(**batch).loss, what=name)
+
+
+@each_head
+def test_trainer_evaluates(name, tmp_path):
+    """An argument taken for labels: `evaluate()` finds that one missing, and reports no loss."""
+    head = HEADS[name]
+    model, examples = head.model(), [head.example(6), head.example(4)]
+    arguments = TrainingArguments(tmp_path, use_cpu=True, report_to=[])
+    metrics = Trainer(model, arguments, data_collator=head.collate, eval_dataset=examples).evaluate()
+    batch = head.collate(examples)
+    expected = model(**batch, num_items_in_batch=head.count([batch])).loss.item()
+    assert metrics["eval_loss"] == pytest.approx(expected, abs=1e-5)
