@@ -3,12 +3,17 @@
 | chapter | holds |
 |---|---|
 | `recipe` | what a training is: one YAML file, with key=value changes |
-| `data`, `dates` | where text pairs come from: files, or generated dates |
-| `tokenization` | from text to token ids, and tokenizers trained on the data |
+| `objectives` | what a model learns: head, columns, collator |
+| `data`, `dates` | where examples come from: files, or generated dates |
+| `tokenization`, `encoding`, `subwords` | from text to token ids, and tokenizers trained on the data |
+| `masking`, `corruption`, `permutation`, `language_modeling`, `labelling` | collators: from rows to model inputs |
+| `draws`, `padding` | what collators share: random numbers of an example, and tables of rows |
 | `batching` | length-bucketed batches within a token budget |
-| `loop` | the optimisation, on `accelerate.Accelerator` |
+| `building` | from a recipe to data, tokenizer, model and loaders |
+| `optimization`, `loop` | the optimisation, on `accelerate.Accelerator` |
+| `checkpoints` | what a run continues from |
 | `reporting`, `plots` | progress, metrics and pictures |
 | `run` | from a recipe to a folder that `from_pretrained` loads |
-| `evaluation` | batched generation, exact match, BLEU and chrF |
-| `demo`, `cli` | the commands |
+| `evaluation`, `metrics` | what a model writes or predicts, and how well |
+| `demo`, `bench`, `cli` | the commands |
 """

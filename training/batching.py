@@ -4,25 +4,87 @@ Examples of like length share a batch, so that little is padding, and a batch ho
 that batches cost alike (Ott et al. 2018, "Scaling Neural Machine Translation", section 3.1).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 
+from triptych.training.draws import mix
 from triptych.training.errors import UserError
+
+
+class Examples(torch.utils.data.Dataset):
+    """Rows of token ids, each with the `seed` that its collator draws from: a mix of seed, epoch and position.
+
+    Attributes:
+        lengths: what a row costs in tokens, on each side that the model reads: [sides, rows].
+    """
+
+    def __init__(self, rows: Dataset, lengths: np.ndarray, seed: int):
+        self.rows = rows
+        self.lengths = lengths
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose draws the rows carry."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict]:
+        columns = self.rows[indices]
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        for index, row in zip(indices, rows, strict=True):
+            row["seed"] = mix(self.seed, self.epoch, index)
+        return rows
+
+
+def count_items(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return what the loss of `batch` is a mean over: its labels, or its rows where they are positions."""
+    if "labels" in batch:
+        return (batch["labels"] != -100).sum()
+    return torch.tensor(len(batch["start_positions"]), device=batch["start_positions"].device)
+
+
+def side_lengths(rows: Dataset) -> np.ndarray:
+    """Return the lengths of the token columns `input_ids` and, where it holds lists, `labels`: [sides, rows].
+
+    Several texts in one row (choices) cost as many tokens as the longest, each.
+    """
+    table = rows.with_format("arrow")[:]
+    return np.stack([_lengths(table[name]) for name in ("input_ids", "labels") if _is_list(table, name)])
+
+
+def _is_list(table: pa.Table, name: str) -> bool:
+    return name in table.column_names and pa.types.is_list(table[name].type)
+
+
+def _lengths(column: pa.ChunkedArray) -> np.ndarray:
+    lengths = pc.list_value_length(column).to_numpy()
+    if not pa.types.is_list(column.type.value_type):
+        return lengths
+    longest = np.maximum.reduceat(_lengths(pc.list_flatten(column)), np.cumsum(lengths) - lengths)
+    return lengths * longest
 
 
 class TokenBatchSampler(Sampler[list[int]]):
     """Batches of example indices: every example exactly once an epoch, in an order that seed and epoch decide.
 
-    A batch's rows times its longest source, and times its longest target, stay within `max_tokens`. The number of
-    batches is a multiple of `multiple_of` (the largest batches are halved until it is), so that every process and
-    every accumulated update gets equally many.
+    A batch's rows times its longest row, on every side, stay within `max_tokens`. The number of batches is a multiple
+    of `multiple_of` (the largest batches are halved until it is), so that every process and every accumulated update
+    gets equally many.
 
     Args:
-        source_lengths, target_lengths: tokens of each example.
+        examples: have `lengths` [sides, rows] and `set_epoch`, which may change them.
         max_tokens: the budget, padding included.
         shuffle: draw another order in each epoch, or keep batches sorted by length.
         seed: of the order.
@@ -33,31 +95,26 @@ class TokenBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self,
-        source_lengths: list[int],
-        target_lengths: list[int],
-        max_tokens: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        multiple_of: int = 1,
+        self, examples: Examples, max_tokens: int, *, shuffle: bool = True, seed: int = 0, multiple_of: int = 1
     ):
-        self.lengths = np.stack([np.asarray(source_lengths), np.asarray(target_lengths)])  # [2, examples]
+        self.examples = examples
         self.max_tokens = max_tokens
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
         self.multiple_of = multiple_of
-        longest = self.lengths.max(0)
-        if longest.max() > max_tokens:
-            index = int(longest.argmax())
-            raise UserError(f"example {index + 1} has {longest[index]} tokens, but max_tokens is {max_tokens}")
-        # The sorted lengths, and so the cuts, are the same in every epoch.
-        self.num_batches = len(self._cut(np.lexsort(self.lengths)))
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
         self.epoch = epoch
+        self.examples.set_epoch(epoch)
+        self.lengths = self.examples.lengths
+        longest = self.lengths.max(0)
+        if longest.max() > self.max_tokens:
+            index = int(longest.argmax())
+            raise UserError(f"example {index + 1} has {longest[index]} tokens, but max_tokens is {self.max_tokens}")
+        # The sorted lengths, and so the cuts, are the same in every order.
+        self.num_batches = len(self._cut(np.lexsort(self.lengths)))
 
     def __iter__(self) -> Iterator[list[int]]:
         draw = np.random.default_rng([self.seed, self.epoch])
@@ -89,20 +146,6 @@ class TokenBatchSampler(Sampler[list[int]]):
         return batches
 
 
-def build_loader(
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int,
-    **options,
-) -> DataLoader:
-    """Return a loader of plain model inputs: `input_ids` and `attention_mask` [B, S], `labels` [B, T], pads -100.
-
-    Args:
-        dataset: token ids, as `tokenize_pairs` gives them.
-        tokenizer: its padding side and pad token fill the inputs.
-        max_tokens: a batch's budget.
-        **options: of `TokenBatchSampler`.
-    """
-    lengths = [[len(ids) for ids in dataset[column]] for column in ("input_ids", "labels")]
-    sampler = TokenBatchSampler(*lengths, max_tokens, **options)
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=DataCollatorForSeq2Seq(tokenizer))
+def build_loader(examples: Examples, collator: Callable, max_tokens: int, **options) -> DataLoader:
+    """Return a loader of `collator`'s batches of at most `max_tokens`; `options` are of `TokenBatchSampler`."""
+    return DataLoader(examples, batch_sampler=TokenBatchSampler(examples, max_tokens, **options), collate_fn=collator)

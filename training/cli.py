@@ -50,6 +50,9 @@ def train_command(
 ) -> None:
     """Train a model and leave it, with tokenizer, metrics and loss curve, in the folder that `output` names.
 
+    Whatever ends a training before its time, the same command continues it from its last checkpoint, as if nothing had
+    happened. SIGTERM and Ctrl-C save first (exit codes 143 and 130).
+
     [bold]Examples[/bold]
 
     triptych train dates
@@ -73,7 +76,7 @@ def train_command(
 
     run = train(load_recipe(recipe, changes or []))
     if PartialState().is_main_process:
-        typer.echo(f"{run.folder}: best validation loss {run.best_loss:.4f} after update {run.best_step:,}")
+        typer.echo(f"{run.folder}: validation loss {run.best_loss:.4f} after update {run.best_step:,}")
 
 
 @app.command(name="generate")
@@ -109,7 +112,7 @@ def generate_command(
 def evaluate_command(
     model: ModelArgument,
     data: Annotated[
-        list[str] | None, typer.Option(help="A file of pairs, or given twice: source lines, target lines.")
+        list[str] | None, typer.Option(help="A file of examples; repeated: files that hold a column each.")
     ] = None,
     split: Annotated[
         list[str] | None, typer.Option(help="A split of the recipe that the model was trained with; repeatable.")
@@ -117,8 +120,10 @@ def evaluate_command(
     num_beams: BeamsOption = None,
     batch_size: BatchOption = 64,
 ) -> None:
-    """Score a model: exact match, BLEU and chrF with their sacrebleu signatures, as one JSON line per split.
+    """Score a model with the measures of its objective, as one JSON line per split.
 
+    Texts that it writes: exact match, BLEU, chrF and ROUGE with their signatures. Labels: accuracy, F1, Matthews or
+    Pearson correlation. Language models: perplexity, and bits per byte. All in percent where that is customary.
     Without options it scores every test split of the recipe that the model was trained with.
 
     [bold]Examples[/bold]
@@ -131,12 +136,13 @@ def evaluate_command(
     """
     import json
 
-    from triptych.training.evaluation import evaluate_pairs, load_model, pairs_to_score
+    from triptych.training.evaluation import evaluate_examples, examples_to_score, load_model
+    from triptych.training.objectives import read_task
 
-    pairs, recipe = pairs_to_score(Path(model), data, split)
-    loaded, tokenizer = load_model(model)
-    for name, dataset in pairs.items():
-        scores = evaluate_pairs(loaded, tokenizer, dataset, recipe, batch_size, **_given(num_beams=num_beams))
+    splits, recipe = examples_to_score(Path(model), data, split)
+    loaded, tokenizer = load_model(model, read_task(recipe).head)
+    for name, examples in splits.items():
+        scores = evaluate_examples(loaded, tokenizer, examples, recipe, batch_size, **_given(num_beams=num_beams))
         typer.echo(json.dumps({"split": name, **scores}))
 
 

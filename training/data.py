@@ -1,37 +1,59 @@
-"""Text pairs from local files.
+"""Examples from local files.
 
-| file | a pair is |
-|---|---|
-| two files | line N of the first and line N of the second |
-| `.tsv` | a line: source, tab, target |
-| `.csv`, `.jsonl`, `.parquet` | a row with a source and a target column |
+| format | an example is | file endings |
+|---|---|---|
+| `lines` | a line: one text, or what the named groups of a `pattern` match | any other, and with a pattern |
+| `document` | the whole file, one text | |
+| `tsv` | a line, its columns between tabs in the objective's order | `.tsv` |
+| `table` | a row between tabs under a header line | |
+| `csv` | a row under a header line | `.csv` |
+| `json`, `parquet` | a row with named columns | `.jsonl`, `.json`, `.parquet` |
+| `conllu` | a sentence of Universal Dependencies: `tokens` (FORM), `labels` (UPOS) and `text` | `.conllu` |
+| `babi` | a question with the story so far: `text_pair` and `text`, and its answer, `label` (Weston et al. 2016) | |
 
-Each but parquet may be gzipped (`.gz`). Text is UTF-8.
+Files given side by side hold a column each: line N of each is an example. Each but parquet may be gzipped (`.gz`).
+Text is UTF-8.
 """
 
 import csv
 import gzip
 import os
+import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 from triptych.training.dates import generate_dates
 from triptych.training.errors import UserError, unknown_name
-from triptych.training.recipe import DataRecipe
+from triptych.training.recipe import DataRecipe, SourceRecipe
 
 DATA_VARIABLE = "TRIPTYCH_DATA"
-TABLE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+FORMAT_OF_ENDING = {
+    ".tsv": "tsv",
+    ".csv": "csv",
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".conllu": "conllu",
+}
+NOT_TEXT = ("label", "labels", "answer_start")
+LIST_COLUMNS = ("tokens", "labels", "choices")  # a list of texts; every other column is a text
 
 
-def load_split(recipe: DataRecipe, split: str, seed: int) -> Dataset:
-    """Return one split's text pairs, a dataset with the string columns `source` and `target`.
+def load_split(
+    recipe: DataRecipe, split: str, columns: Sequence[str], optional: Sequence[str] = (), seed: int = 1
+) -> Dataset:
+    """Return one split's examples.
 
     Args:
-        recipe: where the pairs come from.
+        recipe: where the examples come from.
         split: a name in `recipe.splits` or `recipe.dates`.
+        columns: what the objective reads, in its order; the dataset has these columns, texts or lists of texts.
+        optional: columns that the dataset has too where its files do.
         seed: of generated data; files do not depend on it.
 
     Raises:
@@ -42,26 +64,36 @@ def load_split(recipe: DataRecipe, split: str, seed: int) -> Dataset:
         raise unknown_name("data split", split, known)
     if recipe.dates:
         return generate_dates(split, recipe.dates[split], seed)
-    files = recipe.splits[split]
-    return load_pairs([files] if isinstance(files, str) else files, recipe.columns)
+    return load_files(known[split], columns, optional, recipe)
 
 
-def load_pairs(files: list[str], columns: list[str]) -> Dataset:
-    """Return the text pairs of one table file, or of two parallel files (see the table above)."""
-    paths = [find_file(file) for file in files]
-    if len(paths) == 2:
-        return _read_parallel(*paths)
-    if len(paths) != 1:
-        raise UserError(f"a data split is one file of pairs or two parallel files, not {len(paths)} files")
-    suffix = Path(paths[0].name.removesuffix(".gz")).suffix
-    if suffix == ".tsv":
-        return _read_tsv(paths[0])
-    if suffix == ".csv":
-        return _read_csv(paths[0], columns)
-    if suffix not in TABLE_BUILDERS:
-        allowed = ", ".join([".tsv", ".csv", *TABLE_BUILDERS])
-        raise UserError(f"data file '{paths[0]}' must end in one of {allowed} (or be one of two parallel files)")
-    return _read_table(paths[0], TABLE_BUILDERS[suffix], columns)
+def load_files(
+    files: str | list[str] | list[SourceRecipe],
+    columns: Sequence[str],
+    optional: Sequence[str] = (),
+    recipe: DataRecipe | None = None,
+) -> Dataset:
+    """Return the examples of a split as a recipe writes it, one source after another."""
+    recipe = recipe or DataRecipe()
+    parts = [clean(_read(source, columns, optional, recipe), recipe) for source in list_sources(files, columns)]
+    return concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+
+
+def list_sources(files: str | list[str] | list[SourceRecipe], columns: Sequence[str]) -> list[SourceRecipe]:
+    """Return the sources of a split as a recipe writes it: a list of files is one source if it has several columns."""
+    entries = [files] if isinstance(files, str) else files
+    if len(columns) > 1 and len(entries) > 1 and all(isinstance(entry, str) for entry in entries):
+        entries = [SourceRecipe(file=entries)]
+    return [SourceRecipe(file=entry) if isinstance(entry, str) else entry for entry in entries]
+
+
+def format_of(path: Path, source: SourceRecipe, recipe: DataRecipe) -> str:
+    """Return the format of a file: the one given, or what its ending says; with a pattern, its lines."""
+    ending = "" if source.pattern or recipe.pattern else Path(path.name.removesuffix(".gz")).suffix
+    format = source.format or recipe.format or FORMAT_OF_ENDING.get(ending, "lines")
+    if format not in READERS:
+        raise unknown_name("data format", format, READERS)
+    return format
 
 
 def find_file(name: str) -> Path:
@@ -78,10 +110,8 @@ def find_file(name: str) -> Path:
     raise UserError(f"data file '{path}' {problem}{hint}")
 
 
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 text file, plain or gzipped, without their ends.
-
-    Only a line feed (or carriage return and line feed) ends a line: text may hold other Unicode separators.
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, plain or gzipped.
 
     Raises:
         UserError: the file cannot be read, is empty, or is not UTF-8 (the line is named).
@@ -93,70 +123,225 @@ def read_lines(path: Path) -> list[str]:
     if not raw.strip():
         raise UserError(f"data file '{path}' is empty")
     try:
-        text = raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UserError(f"data file '{path}', line {line}: byte 0x{raw[error.start]:02x} is not UTF-8") from error
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
-def _read_parallel(source: Path, target: Path) -> Dataset:
-    sources, targets = read_lines(source), read_lines(target)
-    if len(sources) != len(targets):
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a file as `read_text` reads it, without their ends.
+
+    Only a line feed (or carriage return and line feed) ends a line: text may hold other Unicode separators.
+    """
+    return [line.removesuffix("\r") for line in read_text(path).removesuffix("\n").split("\n")]
+
+
+def _read(source: SourceRecipe, columns: Sequence[str], optional: Sequence[str], recipe: DataRecipe) -> Dataset:
+    names = [source.file] if isinstance(source.file, str) else source.file
+    paths = [find_file(name) for name in names]
+    renamed = recipe.columns | source.columns
+    if len(paths) > 1:
+        dataset = _read_side_by_side(paths, columns)
+    else:
+        read = READERS[format_of(paths[0], source, recipe)]
+        names = [renamed.get(column, column) for column in columns]
+        dataset = read(paths[0], names, source.pattern or recipe.pattern)
+    present = [column for column in optional if {column, renamed.get(column)} & set(dataset.column_names)]
+    dataset = _choose_columns(dataset, paths[0], [*columns, *present], renamed)
+    return _take_part(dataset, source.part) if source.part else dataset
+
+
+def _read_side_by_side(paths: list[Path], columns: Sequence[str]) -> Dataset:
+    if len(paths) != len(columns):
         raise UserError(
-            f"parallel files need equally many lines, but '{source}' has {len(sources)} and '{target}' {len(targets)}"
+            f"files side by side are one for each of the columns {', '.join(columns)}, but {len(paths)} are given"
         )
-    return Dataset.from_dict({"source": sources, "target": targets})
+    texts = [read_lines(path) for path in paths]
+    for path, lines in zip(paths, texts, strict=True):
+        if len(lines) != len(texts[0]):
+            raise UserError(
+                f"files side by side need equally many lines, but '{paths[0]}' has {len(texts[0])} and "
+                f"'{path}' {len(lines)}"
+            )
+    return Dataset.from_dict(dict(zip(columns, texts, strict=True)))
 
 
-def _read_tsv(path: Path) -> Dataset:
+def _read_by_pattern(path: Path, columns: list[str], pattern: str | None) -> Dataset:
+    if pattern is None:
+        if len(columns) != 1:
+            raise UserError(
+                f"data file '{path}' needs a pattern with a named group for each of the columns {', '.join(columns)}"
+            )
+        pattern = f"(?P<{columns[0]}>.*)"
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"pattern '{pattern}' of data file '{path}' is no regular expression: {error}") from error
+    rows = []
+    for number, line in enumerate(read_lines(path), start=1):
+        match = expression.fullmatch(line)
+        if match is None:
+            raise UserError(f"data file '{path}', line {number} does not match the pattern '{pattern}'")
+        rows.append(match.groupdict())
+    return Dataset.from_list(rows)
+
+
+def _read_document(path: Path, columns: list[str], _: Any) -> Dataset:
+    return Dataset.from_dict({columns[0]: [read_text(path)]})
+
+
+def _read_tsv(path: Path, columns: list[str], _: Any) -> Dataset:
     rows = [line.split("\t") for line in read_lines(path)]
     for number, row in enumerate(rows, start=1):
-        if len(row) != 2:
+        if len(row) != len(columns):
             raise UserError(
-                f"data file '{path}', line {number}: has {_columns(row)}, but a pair is source, tab, target"
+                f"data file '{path}', line {number}: has {_count_columns(row)}, but an example is "
+                f"{', tab, '.join(columns)}"
             )
-    sources, targets = zip(*rows, strict=True)
-    return Dataset.from_dict({"source": list(sources), "target": list(targets)})
+    return Dataset.from_dict(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)))
 
 
-def _read_csv(path: Path, columns: list[str]) -> Dataset:
+def _read_table(path: Path, *_: Any) -> Dataset:
+    return _rows_under_header(path, csv.reader(read_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def _read_csv(path: Path, *_: Any) -> Dataset:
     # Read here and not by pandas, which turns 007 into a number, and a row that ends early into empty text.
-    reader = csv.reader((line + "\n" for line in read_lines(path)), strict=True)
+    return _rows_under_header(path, csv.reader((line + "\n" for line in read_lines(path)), strict=True))
+
+
+def _rows_under_header(path: Path, reader: Any) -> Dataset:
     try:
         header = next(reader)
         rows = []
         for row in reader:
             if len(row) != len(header):
-                problem = f"has {_columns(row)}, but the header {_columns(header)}"
+                problem = f"has {_count_columns(row)}, but the header {_count_columns(header)}"
                 raise UserError(f"data file '{path}', line {reader.line_num}: {problem}")
-            rows.append(row)
+            rows.append(dict(zip(header, row, strict=True)))
     except csv.Error as error:
         raise UserError(f"data file '{path}', line {reader.line_num}: {error}") from error
-    return _choose_columns(Dataset.from_list([dict(zip(header, row, strict=True)) for row in rows]), path, columns)
+    return Dataset.from_list(rows)
 
 
-def _columns(row: list[str]) -> str:
+def _count_columns(row: list[str]) -> str:
     return f"{len(row)} column{'s' * (len(row) != 1)}"
 
 
-def _read_table(path: Path, builder: str, columns: list[str]) -> Dataset:
-    if builder == "json":
-        read_lines(path)  # for its errors, which name the line
+def _read_json(path: Path, *_: Any) -> Dataset:
+    read_text(path)  # for its errors, which name the line
+    return _load_table(path, "json")
+
+
+def _read_parquet(path: Path, *_: Any) -> Dataset:
+    return _load_table(path, "parquet")
+
+
+def _load_table(path: Path, builder: str) -> Dataset:
     try:
-        dataset = load_dataset(builder, data_files=str(path), split="train")
+        return load_dataset(builder, data_files=str(path), split="train")
     except (DatasetGenerationError, OSError, ValueError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise UserError(f"data file '{path}' is no {builder} table: {reason}") from error
-    return _choose_columns(dataset, path, columns)
 
 
-def _choose_columns(dataset: Dataset, path: Path, columns: list[str]) -> Dataset:
+def _read_conllu(path: Path, *_: Any) -> Dataset:
+    rows, tokens, labels, text = [], [], [], None
+    for number, line in enumerate([*read_lines(path), ""], start=1):
+        if not line and tokens:
+            rows.append({"tokens": tokens, "labels": labels, "text": text or " ".join(tokens)})
+            tokens, labels, text = [], [], None
+        elif line.startswith("# text = "):
+            text = line.removeprefix("# text = ")
+        elif line and not line.startswith("#"):
+            fields = line.split("\t")
+            if len(fields) != 10:
+                raise UserError(f"data file '{path}', line {number}: has {len(fields)} fields, but a word has 10")
+            # 3-4 is a contraction of words 3 and 4, and 3.1 an elided word: neither is a word of the sentence.
+            if fields[0].isdigit():
+                tokens.append(fields[1])
+                labels.append(fields[3])
+    return Dataset.from_list(rows)
+
+
+def _read_babi(path: Path, *_: Any) -> Dataset:
+    rows, story = [], []
+    for number, line in enumerate(read_lines(path), start=1):
+        index, space, text = line.partition(" ")
+        if not space or not index.isdigit():
+            raise UserError(f"data file '{path}', line {number} does not begin with the number of a sentence")
+        story = [] if index == "1" else story
+        question, *answer = text.split("\t")
+        if answer:
+            rows.append({"text": question.strip(), "text_pair": " ".join(story), "label": answer[0]})
+        else:
+            story.append(text)
+    return Dataset.from_list(rows)
+
+
+READERS = {
+    "lines": _read_by_pattern,
+    "document": _read_document,
+    "tsv": _read_tsv,
+    "table": _read_table,
+    "csv": _read_csv,
+    "json": _read_json,
+    "parquet": _read_parquet,
+    "conllu": _read_conllu,
+    "babi": _read_babi,
+}
+
+
+def _choose_columns(dataset: Dataset, path: Path, columns: Sequence[str], renamed: dict[str, str]) -> Dataset:
+    chosen = {}
     for column in columns:
-        if column not in dataset.column_names:
+        name = column if column in dataset.column_names else renamed.get(column, column)
+        if name not in dataset.column_names:
             present = ", ".join(dataset.column_names)
-            raise UserError(f"data file '{path}' has no column '{column}': its columns are {present}")
-        for number, text in enumerate(dataset[column], start=1):
-            if not isinstance(text, str):
-                raise UserError(f"data file '{path}', row {number}: column '{column}' holds {text!r}, not text")
-    return dataset.select_columns(columns).rename_columns(dict(zip(columns, ("source", "target"), strict=True)))
+            raise UserError(f"data file '{path}' has no column '{name}': its columns are {present}")
+        chosen[name] = column
+        for number, value in enumerate(dataset[name], start=1):
+            _check_value(value, column, f"data file '{path}', row {number}: column '{name}'")
+    return dataset.select_columns(list(chosen)).rename_columns(chosen)
+
+
+def _check_value(value: Any, column: str, where: str) -> None:
+    if column in LIST_COLUMNS:
+        fits = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        expected = "a list of texts"
+    elif column in ("label", "answer_start"):
+        fits, expected = isinstance(value, str | int | float), "text or a number"
+    else:
+        fits, expected = isinstance(value, str), "text"
+    if not fits:
+        raise UserError(f"{where} holds {value!r}, not {expected}")
+
+
+def _take_part(dataset: Dataset, part: list[float]) -> Dataset:
+    if len(part) != 2 or not 0 <= part[0] < part[1] <= 1:
+        raise UserError(f"recipe key 'part' must be two shares, such as [0, 0.9], not {part}")
+    if len(dataset) == 1:  # of one text, the characters
+        (name,) = dataset.column_names
+        text = dataset[0][name]
+        start, end = (int(share * len(text)) for share in part)
+        return Dataset.from_dict({name: [text[start:end]]})
+    start, end = (int(share * len(dataset)) for share in part)
+    return dataset.select(range(start, end))
+
+
+def clean(dataset: Dataset | IterableDataset, recipe: DataRecipe) -> Dataset | IterableDataset:
+    """Join subwords and lower-case, where the recipe says so."""
+    if not recipe.joiner and not recipe.lowercase:
+        return dataset
+    joint = re.compile(re.escape(recipe.joiner) + "( |$)") if recipe.joiner else None
+
+    def clean_value(value: str | list) -> str | list:
+        if isinstance(value, list):
+            return [clean_value(text) for text in value]
+        value = joint.sub("", value) if joint else value
+        return value.lower() if recipe.lowercase else value
+
+    present = dataset.column_names or next(iter(dataset))  # a stream need not know its columns
+    names = [name for name in present if name not in NOT_TEXT]
+    return dataset.map(lambda rows: {name: clean_value(rows[name]) for name in names}, batched=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from triptych.training.evaluation import evaluate_pairs, generate_texts, load_model, pairs_to_score
+from triptych.training.evaluation import evaluate_examples, examples_to_score, generate_texts, load_model
 from triptych.training.plots import plot_cross_attention
 
 HEADINGS = {"test_dates": "dates held out of training", "test_formats": "date formats held out of training"}
@@ -41,10 +41,10 @@ def _python(module: str, *arguments: str) -> None:
 def show(folder: Path) -> None:
     """Score the model in `folder`, print ten dates with its answers, and draw the cross-attention of one."""
     console = Console()
-    pairs, recipe = pairs_to_score(folder)
+    pairs, recipe = examples_to_score(folder)
     model, tokenizer = load_model(str(folder))
     for split, dataset in pairs.items():
-        scores = evaluate_pairs(model, tokenizer, dataset, recipe)
+        scores = evaluate_examples(model, tokenizer, dataset, recipe)
         console.print(f"{HEADINGS[split]}: {scores['exact_match']:.1f} % of {scores['examples']:,} right")
 
     dates = pairs["test_dates"]

@@ -1,19 +1,38 @@
-"""What a trained model writes, and how well: batched generation, exact match, BLEU and chrF."""
+"""What a trained model writes or predicts, and how well."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from sacrebleu.metrics import BLEU, CHRF
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import triptych  # noqa: F401 - registers the family with the Auto classes
-from triptych.training.data import load_pairs, load_split
+from triptych.training.batching import build_loader, count_items
+from triptych.training.data import load_files, load_split
 from triptych.training.errors import UserError, as_user_error
-from triptych.training.recipe import RECIPE_FILE, BleuRecipe, Recipe, load_recipe
-from triptych.training.tokenization import join_subwords
+from triptych.training.metrics import compute
+from triptych.training.objectives import Task, build_examples, encode, has_classes, read_task
+from triptych.training.recipe import RECIPE_FILE, Recipe, load_recipe
+
+# What is measured of each objective that predicts; the others are language models, measured by their likelihood.
+METRICS = {
+    "seq2seq": ["exact_match", "bleu", "chrf", "rouge"],
+    "sequence_classification": ["accuracy", "f1", "matthews"],
+    "regression": ["pearson"],
+    "token_classification": ["accuracy"],
+    "question_answering": ["span_f1"],
+    "multiple_choice": ["accuracy"],
+}
 
 
 @torch.no_grad()
@@ -26,6 +45,8 @@ def generate_texts(
 ) -> list[str]:
     """Return the text that `model` writes for each of `sources`, in their order.
 
+    A decoder that was trained on pairs reads `source <sep>` and writes the target, any other goes on with the source.
+
     Args:
         batch_size: texts at a time; texts of like length go together, the longest first.
         **options: of `model.generate`, on top of the model's own generation config.
@@ -34,63 +55,121 @@ def generate_texts(
         UserError: the model refuses a source, for example one that is longer than its position table.
     """
     model.eval()
-    encoded = [tokenizer(source)["input_ids"] for source in sources]
+    is_decoder = not model.config.is_encoder_decoder
+    end = [tokenizer.sep_token_id] if is_decoder and tokenizer.sep_token_id is not None else []
+    encoded = [ids + end for ids in tokenizer(list(sources))["input_ids"]]
     order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]), reverse=True)
     texts = [""] * len(encoded)
     for start in range(0, len(order), batch_size):
         indices = order[start : start + batch_size]
-        batch = tokenizer.pad({"input_ids": [encoded[index] for index in indices]}, return_tensors="pt")
+        batch = tokenizer.pad(
+            {"input_ids": [encoded[index] for index in indices]},
+            padding_side="left" if is_decoder else "right",
+            return_tensors="pt",
+        )
         with as_user_error("the model cannot read this input"):
             written = model.generate(**batch.to(model.device), **options)
+        written = written[:, batch["input_ids"].shape[1] :] if is_decoder else written
         decoded = tokenizer.batch_decode(written, skip_special_tokens=True)
         for index, text in zip(indices, decoded, strict=True):
             texts[index] = text
     return texts
 
 
-def score(predictions: Sequence[str], references: Sequence[str], bleu: BleuRecipe) -> dict[str, float | str]:
-    """Compare texts: `exact_match` in percent, sacrebleu's `bleu` and `chrf` with the signatures that define them.
-
-    BLEU is Papineni et al. 2002 as Post 2018 (arXiv 1804.08771) standardises it; chrF is Popović 2015.
-    """
-    # force=True: that the text is tokenised already is what `tokenize: none` says.
-    bleu_metric = BLEU(tokenize=bleu.tokenize, smooth_method=bleu.smooth_method, force=True)
-    chrf_metric = CHRF()
-    matches = sum(prediction == reference for prediction, reference in zip(predictions, references, strict=True))
-    return {
-        "examples": len(references),
-        "exact_match": 100 * matches / len(references),
-        "bleu": bleu_metric.corpus_score(list(predictions), [list(references)]).score,
-        "chrf": chrf_metric.corpus_score(list(predictions), [list(references)]).score,
-        "bleu_signature": str(bleu_metric.get_signature()),
-        "chrf_signature": str(chrf_metric.get_signature()),
-    }
-
-
-def evaluate_pairs(
+def evaluate_examples(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: Dataset,
+    examples: Dataset,
     recipe: Recipe,
     batch_size: int = 64,
     **options,
-) -> dict[str, float | str]:
-    """Let `model` write a target for each source of `pairs` and `score` it; subwords are joined on both sides."""
-    joiner = recipe.data.joiner
-    written = generate_texts(model, tokenizer, pairs["source"], batch_size, **options)
-    predictions = [join_subwords(text, joiner) for text in written]
-    references = [join_subwords(text, joiner) for text in pairs["target"]]
-    return score(predictions, references, recipe.bleu)
+) -> dict[str, float | str | int]:
+    """Return the number of `examples` and the measures of the recipe's objective, in percent where that is customary.
+
+    Args:
+        examples: with the objective's columns.
+        batch_size, **options: of `generate_texts`, where the objective is to write.
+    """
+    task = read_task(recipe)
+    if task.name == "seq2seq":
+        written = generate_texts(model, tokenizer, examples["source"], batch_size, **options)
+        # force: that the text is tokenised already is what `tokenize: none` says.
+        scores = compute(METRICS[task.name], written, list(examples["target"]), **vars(recipe.bleu), force=True)
+        return {"examples": len(examples), **scores}
+    labels = list(model.config.label2id) if has_classes(task) else []
+    rows = encode(task, examples, tokenizer, recipe, labels)
+    rows = build_examples(task, rows, tokenizer, recipe)
+    collator = task.collator(tokenizer)
+    if task.name in METRICS:
+        return {"examples": len(examples), **score_rows(model, task, rows, collator, recipe)}
+    return {"examples": len(examples), **_likelihood(model, task, examples, rows, collator, recipe)}
 
 
-def pairs_to_score(
+def score_rows(model: PreTrainedModel, task: Task, rows: Any, collator: Callable, recipe: Recipe) -> dict[str, float]:
+    """Return the measures of an objective that labels its input; none of one that writes or models language."""
+    if task.name not in METRICS or task.name == "seq2seq":
+        return {}
+    predictions, references = [], []
+    for outputs, batch in _outputs(model, rows, collator, recipe.max_tokens):
+        if task.name == "question_answering":
+            predictions += _best_spans(outputs, batch)
+            references += _texts(batch["input_ids"], batch["start_positions"], batch["end_positions"])
+            continue
+        chosen = outputs.logits.squeeze(-1) if task.name == "regression" else outputs.logits.argmax(-1)
+        # Tokens besides a word's first have no class. A text with -100 has one that training has not seen: it counts,
+        # as wrong.
+        given = (batch["labels"] != -100) | (batch["labels"].ndim == 1)
+        predictions += chosen[given].tolist()
+        references += batch["labels"][given].tolist()
+    options = {"average": "macro"} if task.name == "sequence_classification" else {}
+    return compute(METRICS[task.name], predictions, references, **options)
+
+
+def _likelihood(model, task, examples, rows, collator, recipe) -> dict[str, float]:
+    losses, items = [], []
+    for outputs, batch in _outputs(model, rows, collator, recipe.max_tokens):
+        losses.append(float(outputs.loss))
+        items.append(int(count_items(batch)))
+    # Only a model that predicts every token says how likely the text is.
+    sizes = {"num_bytes": sum(len(text.encode()) for text in examples["text"])} if task.name == "causal_lm" else {}
+    return compute("perplexity", losses, items, **sizes)
+
+
+@torch.no_grad()
+def _outputs(model: PreTrainedModel, rows: Any, collator: Callable, max_tokens: int) -> Iterator[tuple[Any, dict]]:
+    """Yield the model's output for each batch of `rows`, with the sum of its losses, and the batch."""
+    model.eval()
+    for batch in build_loader(rows, collator, max_tokens, shuffle=False):
+        batch = {name: value.to(model.device) for name, value in batch.items()}
+        yield model(**batch, num_items_in_batch=1), batch
+
+
+def _best_spans(outputs: Any, batch: dict[str, torch.Tensor]) -> list[str]:
+    """The most likely first and last token, the first before the last, both real."""
+    pads = batch["attention_mask"] == 0
+    starts, ends = (logits.masked_fill(pads, -torch.inf) for logits in (outputs.start_logits, outputs.end_logits))
+    pairs = (starts[:, :, None] + ends[:, None, :]).masked_fill(
+        torch.ones_like(starts[0]).diag().cumsum(1) == 0, -torch.inf
+    )
+    best = pairs.flatten(1).argmax(1)
+    return _texts(batch["input_ids"], best // starts.shape[1], best % starts.shape[1])
+
+
+def _texts(ids: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> list[str]:
+    """Spans of tokens, written as text that is equal where the tokens are."""
+    return [
+        " ".join(map(str, row[start : end + 1].tolist())) for row, start, end in zip(ids, starts, ends, strict=True)
+    ]
+
+
+def examples_to_score(
     folder: Path, files: Sequence[str] | None = None, splits: Sequence[str] | None = None
 ) -> tuple[dict[str, Dataset], Recipe]:
-    """Return the text pairs to score a model on, by name, and the recipe that says how.
+    """Return the examples to score a model on, by name, and the recipe that says how.
 
     Args:
         folder: a run's folder, whose recipe names the splits.
-        files: one file of pairs or two parallel files, in place of the recipe's splits.
+        files: one file or several side by side, in place of the recipe's splits.
         splits: names of the recipe's splits; by default all test splits, or validation where there is none.
 
     Raises:
@@ -100,20 +179,28 @@ def pairs_to_score(
     if not saved.is_file() and not files:
         raise UserError(f"'{folder}' holds no {RECIPE_FILE} that names test data: give --data FILE")
     recipe = load_recipe(str(saved)) if saved.is_file() else Recipe()
+    objective = read_task(recipe).objective
+    columns = objective.columns, objective.optional
     if files:
-        return {" ".join(files): load_pairs(list(files), recipe.data.columns)}, recipe
+        return {" ".join(files): load_files(list(files), *columns, recipe.data)}, recipe
     known = recipe.data.dates or recipe.data.splits
     names = splits or [name for name in known if name not in ("train", "validation")] or ["validation"]
-    return {name: load_split(recipe.data, name, recipe.seed) for name in names}, recipe
+    return {name: load_split(recipe.data, name, *columns, recipe.seed) for name in names}, recipe
 
 
-def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load an encoder-decoder and its tokenizer from a folder or the Hub, onto the device of this process.
+def load_model(name: str, head: type | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer from a folder or the Hub, onto the device of this process.
+
+    Args:
+        head: the Auto class; by default the one that writes: an encoder-decoder or a decoder.
 
     Raises:
         UserError: there is no such model, or it is of another kind.
     """
     with as_user_error(f"model '{name}' cannot be loaded"):
+        if head is None:
+            is_pair = AutoConfig.from_pretrained(name).is_encoder_decoder
+            head = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForSeq2SeqLM.from_pretrained(name)
+        model = head.from_pretrained(name)
     return model.to(PartialState().device), tokenizer

@@ -1,5 +1,6 @@
 """Pictures of a training and of a model: the loss curve, and where cross-attention looks."""
 
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
@@ -12,25 +13,46 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from triptych.training.reporting import read_metrics
 
-# Two colours of the palette by Okabe and Ito (2008), told apart with any colour vision.
+# Colours of the palette by Okabe and Ito (2008), told apart with any colour vision.
 TRAINING_COLOR, VALIDATION_COLOR = "#0072B2", "#D55E00"
+SCORE_COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 def plot_losses(metrics: Path, picture: Path, title: str) -> None:
-    """Draw training and validation loss over updates, from a metrics file to a PNG file."""
+    """Draw training and validation loss over updates, from a metrics file to a PNG file.
+
+    Below them, where the file has them, come the other measures of validation, or else the learning rate.
+    """
     rows = read_metrics(metrics)
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for key, label, style in (
-        ("loss", "training (as optimised)", {"color": TRAINING_COLOR, "linewidth": 1}),
-        ("validation_loss", "validation", {"color": VALIDATION_COLOR, "marker": "o", "linewidth": 2}),
-    ):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.set(title=title, xlabel="update", ylabel="loss per target token (nats)", yscale="log")
-    axes.grid(alpha=0.3, which="both")
+    scores = sorted({key for row in rows for key in row if key.startswith("validation_")} - {"validation_loss"})
+    lower = scores or [key for key in ("learning_rate",) if any(key in row for row in rows)]
+    figure, panels = plt.subplots(
+        1 + bool(lower), figsize=(8, 8 if lower else 5), layout="constrained", sharex=True, squeeze=False
+    )
+    axes = panels[0, 0]
+    training = {"color": TRAINING_COLOR, "linewidth": 1}
+    validation = {"color": VALIDATION_COLOR, "marker": "o", "linewidth": 2}
+    axes.plot(*_curve(rows, "loss"), label="training (as optimised)", **training)
+    axes.plot(*_curve(rows, "validation_loss"), label="validation", **validation)
+    axes.set(title=title, ylabel="loss per item", yscale="log")
     axes.legend()
+    for key, color in zip(lower, cycle(SCORE_COLORS)):
+        style = validation if scores else training
+        panels[1, 0].plot(*_curve(rows, key), label=key.removeprefix("validation_"), **style | {"color": color})
+    if lower:
+        panels[1, 0].set(ylabel="validation" if scores else "learning rate")
+    if scores:
+        panels[1, 0].legend()
+    for panel in panels[:, 0]:
+        panel.grid(alpha=0.3, which="both")
+    panels[-1, 0].set(xlabel="update")
     figure.savefig(picture, dpi=120)
     plt.close(figure)
+
+
+def _curve(rows: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:
+    points = [(row["step"], row[key]) for row in rows if key in row]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 @torch.no_grad()

@@ -23,30 +23,71 @@ UNIONS = (types.UnionType, typing.Union)  # a | b, which has the second origin w
 
 
 @dataclass
-class DataRecipe:
-    """Where the text pairs come from: files (`splits`), or generated dates (`dates`), one of the two.
+class SourceRecipe:
+    """One file of examples, or files read side by side.
 
     Attributes:
-        splits: split name to a file of pairs, or to two files with a text a line. `train` and `validation` are
-            what training reads, every other name is a test split. `$TRIPTYCH_DATA` stands for the data folder.
-        columns: names of the source and the target column in CSV, JSON lines and parquet files.
-        joiner: the mark that ends a subword which goes on in the next one, in text that is split already (`@@`).
+        file: a path, or one per column of the objective, line N of each making an example. `$TRIPTYCH_DATA` stands
+            for the data folder.
+        format: how to read it, see `triptych.training.data`; null goes by the file's ending.
+        columns: the objective's column to the file's, where the names differ.
+        pattern: of `lines`: a regular expression whose named groups are the columns.
+        part: from which to which share of the file, such as [0, 0.9].
+    """
+
+    file: str | list[str]
+    format: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    pattern: str | None = None
+    part: list[float] | None = None
+
+
+@dataclass
+class DataRecipe:
+    """Where the examples come from: files (`splits`), or generated dates (`dates`), one of the two.
+
+    Attributes:
+        splits: split name to a file, to several (side by side where the objective reads several columns, else one
+            after the other), or to a list of sources. `train` and `validation` are what training reads, every other
+            name is a test split.
+        format, columns, pattern: of every source that does not say otherwise.
+        joiner: the mark that ends a subword which goes on in the next one, in text that is split already (`@@`); it is
+            taken out.
+        lowercase: whether text is lower-cased.
+        max_length: longest example in tokens; a labelled text is cut there, running text goes on in the next example.
+        pack: fill examples of running text up to `max_length` with whole documents that do not see each other.
+        num_proc: processes that tokenise.
+        window: training examples to hold in memory at a time; null reads all of them at the start. A window takes an
+            epoch's place: batches are shuffled within it, and the tokenizer is trained on the first one.
         dates: split name to number of examples, see `triptych.training.dates`.
     """
 
-    splits: dict[str, str | list[str]] = field(default_factory=dict)
-    columns: list[str] = field(default_factory=lambda: ["source", "target"])
+    splits: dict[str, str | list[str] | list[SourceRecipe]] = field(default_factory=dict)
+    format: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    pattern: str | None = None
     joiner: str | None = None
+    lowercase: bool = False
+    max_length: int | None = None
+    pack: bool = False
+    num_proc: int | None = None
+    window: int | None = None
     dates: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class TokenizerRecipe:
-    """A tokenizer to train on the data (`type`, at most `vocab_size` tokens), or one to load from `path`."""
+    """A tokenizer to train on the data (`type`, at most `vocab_size` tokens), or one to load from `path`.
+
+    Attributes:
+        dropout: probability with which a merge of `bpe` is left out, anew in each epoch and in training only, so that
+            a word is seen in many splits (Provilkov et al. 2020, arXiv 1910.13267).
+    """
 
     type: Literal["bpe", "char", "word"] = "bpe"
     vocab_size: int = 8000
     path: str | None = None
+    dropout: float = 0.0
 
 
 @dataclass
@@ -70,17 +111,29 @@ class Recipe:
     """One training, from data to a folder that `from_pretrained` loads.
 
     Attributes:
-        model: `preset: NAME` and changes to it, or fields of the encoder-decoder configuration.
+        objective: `type`, one of `triptych.training.objectives`, and options of its collator.
+        model: fields of the configuration; besides, `topology` where the objective has several, `preset: NAME` to
+            change that one, or `path: FOLDER` to start from the weights of a trained model.
         output: the run's folder, `runs/NAME` when null; `overwrite` replaces one that is there.
         max_steps: optimiser updates.
         max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
             processes it is what an update sees.
+        optimizer: `adamw` (Loshchilov and Hutter 2019), or `muon` (Jordan et al. 2024) for the matrices of the layers
+            with AdamW for everything else.
         schedule: of the learning rate, after `warmup_steps` of linear warm-up; `learning_rate` is its peak.
+            `trapezoidal` stays there until its last `cooldown_steps`, in which it falls to zero.
         max_grad_norm: gradients are clipped to this norm; null leaves them.
         mixed_precision: null takes what the launcher says, or float32.
         log_every: updates between lines of the metrics file; `validate_every`: between validations.
+        save_every: updates between checkpoints, null: after each validation; `keep_checkpoints` of them are kept.
+        best_metric: of validation, chooses the model that is kept: `loss`, or a metric of the objective.
+        patience: validations without a better `best_metric` after which training stops early; null never does.
+        average_checkpoints: the final model is the mean of the last so many checkpoints (Vaswani et al. 2017, section
+            6.1) in place of the best one; 0 does not average.
+        report_to: trackers of accelerate besides the metrics file, such as tensorboard.
     """
 
+    objective: dict[str, Any] = field(default_factory=lambda: {"type": "seq2seq"})
     data: DataRecipe = field(default_factory=DataRecipe)
     tokenizer: TokenizerRecipe = field(default_factory=TokenizerRecipe)
     model: dict[str, Any] = field(default_factory=dict)
@@ -93,8 +146,10 @@ class Recipe:
     max_tokens: int = 4096
     gradient_accumulation_steps: int = 1
     learning_rate: float = 1e-3
-    schedule: Literal["inverse_sqrt", "cosine", "linear"] = "inverse_sqrt"
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    schedule: Literal["inverse_sqrt", "cosine", "linear", "trapezoidal"] = "inverse_sqrt"
     warmup_steps: int = 100
+    cooldown_steps: int = 0
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
     adam_epsilon: float = 1e-9
     weight_decay: float = 0.0
@@ -103,6 +158,12 @@ class Recipe:
     mixed_precision: Literal["bf16", "fp16"] | None = None
     log_every: int = 10
     validate_every: int = 100
+    save_every: int | None = None
+    keep_checkpoints: int = 2
+    best_metric: str = "loss"
+    patience: int | None = None
+    average_checkpoints: int = 0
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
 
 
 def load_recipe(source: str, changes: Sequence[str] = ()) -> Recipe:
@@ -162,12 +223,25 @@ def _apply_change(tree: dict[str, Any], change: str) -> None:
     tree[last] = value
 
 
-def _build(cls: type, tree: dict[str, Any], prefix: str = "") -> Any:
-    kinds = typing.get_type_hints(cls)
+def convert_fields(cls: type, tree: dict[str, Any], prefix: str = "", leave_out: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the values of `tree` as the types that the dataclass `cls` gives its fields of the same names.
+
+    Args:
+        prefix: the section's name and a dot, for errors.
+        leave_out: fields that `tree` may not hold.
+
+    Raises:
+        UserError: an unknown key (the nearest is suggested), or a value of the wrong type.
+    """
+    kinds = {name: kind for name, kind in typing.get_type_hints(cls).items() if name not in leave_out}
     for key in tree:
         if key not in kinds:
             raise unknown_name("recipe key", f"{prefix}{key}", [prefix + name for name in kinds])
-    return cls(**{key: _convert(prefix + key, value, kinds[key]) for key, value in tree.items()})
+    return {key: _convert(prefix + key, value, kinds[key]) for key, value in tree.items()}
+
+
+def _build(cls: type, tree: dict[str, Any], prefix: str = "") -> Any:
+    return cls(**convert_fields(cls, tree, prefix))
 
 
 def _convert(key: str, value: Any, kind: Any) -> Any:
@@ -215,15 +289,21 @@ def _show(value: Any) -> str:
 def _check_ranges(recipe: Recipe) -> None:
     counts = {
         key: getattr(recipe, key)
-        for key in ("max_steps", "max_tokens", "gradient_accumulation_steps", "log_every", "validate_every")
+        for key in (
+            *("max_steps", "max_tokens", "gradient_accumulation_steps", "log_every", "validate_every"),
+            *("save_every", "keep_checkpoints", "patience"),
+        )
     }
     counts |= {f"generation.{key}": value for key, value in vars(recipe.generation).items()}
     counts |= {f"data.dates.{key}": value for key, value in recipe.data.dates.items()}
     counts["tokenizer.vocab_size"] = recipe.tokenizer.vocab_size
+    counts |= {f"data.{key}": getattr(recipe.data, key) for key in ("max_length", "num_proc", "window")}
     for key, value in counts.items():
-        _require(value > 0, key, "at least 1", value)
-    for key in ("warmup_steps", "weight_decay"):
+        _require(value is None or value > 0, key, "at least 1", value)
+    for key in ("warmup_steps", "cooldown_steps", "average_checkpoints", "weight_decay"):
         _require(getattr(recipe, key) >= 0, key, "at least 0", getattr(recipe, key))
+    dropout = recipe.tokenizer.dropout
+    _require(0 <= dropout <= 1, "tokenizer.dropout", "in [0, 1]", dropout)
     _require(recipe.learning_rate > 0, "learning_rate", "above 0", recipe.learning_rate)
     _require(0 <= recipe.label_smoothing < 1, "label_smoothing", "in [0, 1)", recipe.label_smoothing)
     betas = recipe.adam_betas
@@ -232,7 +312,6 @@ def _check_ranges(recipe: Recipe) -> None:
 
 
 def _check_data(data: DataRecipe) -> None:
-    _require(len(data.columns) == 2, "data.columns", "two names, source and target", data.columns)
     sections = [name for name in ("splits", "dates") if getattr(data, name)]
     _require(len(sections) == 1, "data", "given by exactly one of splits and dates", sections)
     names = list(getattr(data, sections[0]))

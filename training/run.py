@@ -1,34 +1,74 @@
-"""From a recipe to a run's folder: model, tokenizer, metrics and loss curve, complete or not there at all."""
+"""From a recipe to a run's folder: begun, continued after any kill, and finished as a model that loads.
 
-import os
+| in the folder | holds |
+|---|---|
+| `recipe.yaml` | the recipe with all its values |
+| `run.json` | status, counters, seed, versions, what the data and the model were |
+| `metrics.jsonl`, `trackers/` | what was measured along the way |
+| `checkpoints/` | while it runs; gone once it has finished, as they take several times the model's space |
+| config, weights, tokenizer, `loss.png` | the final model, once it has finished |
+"""
+
+import errno
+import hashlib
+import json
+import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    broadcast_object_list,
+    set_seed,
+)
+from safetensors.torch import load_model
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from triptych import TriptychConfig, TriptychDecoderConfig, TriptychEncoderConfig, TriptychEncoderDecoderConfig
-from triptych.training.batching import build_loader
-from triptych.training.data import load_split
-from triptych.training.errors import UserError, as_user_error, unknown_name
+from triptych.training.building import Parts, build_parts
+from triptych.training.checkpoints import MODEL, WEIGHTS, Checkpoints
+from triptych.training.errors import UserError, as_user_error
 from triptych.training.loop import TrainingLoop
 from triptych.training.plots import plot_losses
 from triptych.training.recipe import RECIPE_FILE, Recipe, save_recipe
-from triptych.training.reporting import RunLog
-from triptych.training.tokenization import build_tokenizer, tokenize_pairs
+from triptych.training.reporting import FINISHED, METRICS_FILE, RECORD_FILE, RUNNING, RunLog, show_values, write_whole
 
-METRICS_FILE, CURVE_FILE = "metrics.jsonl", "loss.png"
+CURVE_FILE, CHECKPOINTS, TRACKERS = "loss.png", "checkpoints", "trackers"
+
+# What may differ when a run is continued. Everything else would make it neither the old run nor a new one.
+MAY_CHANGE = {
+    # what is looked at, said and kept
+    *("log_every", "validate_every", "save_every", "keep_checkpoints", "average_checkpoints", "patience"),
+    *("report_to", "generation", "bleu", "output", "overwrite"),
+    # where things lie: data, tokenizer and model are compared themselves
+    *("data", "tokenizer", "model"),
+    # an update may be spread over other processes; and a loss that is not finite asks for other values of these
+    *("gradient_accumulation_steps", "learning_rate", "max_grad_norm"),
+    # how long it goes on, where the schedule is not stretched by it (see `find_changes`)
+    "max_steps",
+}
+STRETCHED_SCHEDULES = ("cosine", "linear")
 
 
 @dataclass
 class Run:
-    """A finished training: its folder, and the best checkpoint's validation loss (nats per target token)."""
+    """A finished training.
+
+    Attributes:
+        folder: of the run; `from_pretrained` loads it.
+        best_loss: validation loss per item of the model in it.
+        best_step: after which update that model stood; the last one, if it is a mean of checkpoints.
+        seconds: of this sitting.
+    """
 
     folder: Path
     best_loss: float
@@ -37,53 +77,93 @@ class Run:
 
 
 def train(recipe: Recipe) -> Run:
-    """Train as `recipe` says and leave the best checkpoint in `recipe.output`.
+    """Train as `recipe` says and leave the final model in `recipe.output`; continue an unfinished run that is there.
 
-    The folder holds what `from_pretrained` loads (config, safetensors, tokenizer, generation config), the recipe with
-    all its values, `metrics.jsonl` and `loss.png`. It appears at the end, whole; an error leaves nothing behind.
+    An error before the first checkpoint leaves nothing behind; after it, the run can be continued.
 
     Raises:
-        UserError: unusable data, settings or model fields, a folder that is in use, or a loss that is not finite.
+        UserError: unusable data, settings or model fields, a folder that is in use, a run that began otherwise, a loss
+            that is not finite, or a full disk.
+        SystemExit: SIGTERM (143) or SIGINT (130) came; a checkpoint has been saved.
     """
     started = time.perf_counter()
     output = Path(recipe.output)
     check_output(output, recipe.overwrite)
     accelerator = build_accelerator(recipe)
-    set_seed(recipe.seed)
-    pairs = {split: load_split(recipe.data, split, recipe.seed) for split in ("train", "validation")}
-    tokenizer = build_tokenizer(recipe.tokenizer, pairs["train"], recipe.data.joiner)
-    model = build_model(recipe, tokenizer)
-    loaders = build_loaders(recipe, pairs, tokenizer, accelerator.num_processes)
+    parts = build_parts(recipe, accelerator.num_processes)
+    facts = describe_run(recipe, parts, accelerator)
+    keep, average, every = (
+        recipe.keep_checkpoints,
+        recipe.average_checkpoints,
+        recipe.save_every or recipe.validate_every,
+    )
+    checkpoints = Checkpoints(output / CHECKPOINTS, accelerator, keep=keep, average=average, every=every)
+    step, problems = (None, []) if recipe.overwrite else checkpoints.newest()
+    if step is not None:
+        refuse_changes(recipe, parts.model.config, facts, checkpoints.path(step), accelerator)
     # From here on processes draw different dropout masks.
     set_seed(recipe.seed, device_specific=True)
     with (
-        staged_folder(output, accelerator) as folder,
-        RunLog(folder / METRICS_FILE, recipe.max_steps, accelerator.is_main_process) as log,
+        opened_folder(output, recipe, parts.tokenizer, facts, checkpoints, is_new=step is None),
+        RunLog(output, recipe.max_steps, accelerator, facts) as log,
     ):
-        log.say(
-            f"{len(pairs['train']):,} training pairs, vocabulary {len(tokenizer):,}, "
-            f"{model.num_parameters():,} parameters, {accelerator.num_processes} process(es) on {accelerator.device}"
-        )
-        state = TrainingLoop(recipe, model, *loaders, accelerator, log).run(folder)
-        if accelerator.is_main_process:
-            tokenizer.save_pretrained(folder)
-            save_recipe(recipe, folder / RECIPE_FILE)
-            plot_losses(folder / METRICS_FILE, folder / CURVE_FILE, f"{output.name}: loss")
+        for problem in problems:
+            log.say(problem)
+        values, chosen = run_loop(recipe, parts, checkpoints, step, log)
+    if accelerator.is_main_process:
+        shutil.rmtree(checkpoints.folder)
     accelerator.end_training()
-    return Run(output, state.best_loss, state.best_step, time.perf_counter() - started)
+    return Run(output, values["loss"], chosen, time.perf_counter() - started)
+
+
+def run_loop(
+    recipe: Recipe, parts: Parts, checkpoints: Checkpoints, step: int | None, log: RunLog
+) -> tuple[dict[str, float], int]:
+    """Train, from the checkpoint after `step` updates or from the start, and write the final model.
+
+    Returns:
+        The final model's validation measures, and after which update it stood.
+    """
+    accelerator, output = checkpoints.accelerator, Path(recipe.output)
+    log.say(
+        f"{parts.examples:,} training examples, vocabulary {len(parts.tokenizer):,}, {log.facts['parameters']:,} "
+        f"parameters, {accelerator.num_processes} process(es) on {accelerator.device}"
+    )
+    model_class = type(parts.model)
+    loop = TrainingLoop(recipe, parts, accelerator, checkpoints, log)
+    if step is not None:
+        resume(loop, step, log, output)
+    log.start(loop.state.step)
+    log.record(loop.state)
+    loop.run()
+    values, chosen = write_model(recipe, loop, model_class, output)
+    if accelerator.is_main_process:
+        plot_losses(output / METRICS_FILE, output / CURVE_FILE, f"{output.name}: loss")
+    log.record(loop.state, FINISHED, final={"step": chosen, **values})
+    accelerator.wait_for_everyone()
+    return values, chosen
 
 
 def build_accelerator(recipe: Recipe) -> Accelerator:
-    """Return the accelerator of the current launch, with the recipe's precision and accumulation."""
+    """Return the accelerator of the current launch, with the recipe's precision, accumulation and trackers.
+
+    Raises:
+        UserError: an unknown tracker, or an optimiser that the launch's engine cannot run.
+    """
     # Every process and every update gets equally many batches from the sampler: nothing is left over to even out,
     # and an epoch's end must not cut an update short.
     accumulation = GradientAccumulationPlugin(recipe.gradient_accumulation_steps, sync_with_dataloader=False)
-    accelerator = Accelerator(
-        mixed_precision=recipe.mixed_precision,
-        gradient_accumulation_plugin=accumulation,
-        dataloader_config=DataLoaderConfiguration(even_batches=False),
-    )
+    with as_user_error("recipe key 'report_to'"):
+        accelerator = Accelerator(
+            mixed_precision=recipe.mixed_precision,
+            gradient_accumulation_plugin=accumulation,
+            dataloader_config=DataLoaderConfiguration(even_batches=False),
+            log_with=recipe.report_to or None,
+            project_config=ProjectConfiguration(recipe.output, str(Path(recipe.output) / TRACKERS)),
+        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if recipe.optimizer == "muon":
+            raise UserError("optimizer 'muon' works on whole matrices, which DeepSpeed cuts up: use adamw, or FSDP2")
         config = accelerator.deepspeed_plugin.deepspeed_config
         # It insists on a number of rows, but batches here are counted in tokens; only its logs use the number.
         config["train_micro_batch_size_per_gpu"] = 1
@@ -91,78 +171,173 @@ def build_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Return a freshly initialised encoder-decoder with the recipe's fields and the tokenizer's ids.
-
-    Raises:
-        UserError: an unknown preset or field, or a value that the configuration refuses.
-    """
-    changes = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "decoder_start_token_id": tokenizer.bos_token_id,
-    } | recipe.model
-    preset = changes.pop("preset", None)
-    _check_model_fields(changes)
-    with as_user_error("recipe section 'model'"):
-        if preset:
-            config = TriptychConfig.from_preset(preset, **changes)
-        else:
-            config = TriptychConfig(topology="encoder_decoder", **changes)
-        model = AutoModelForSeq2SeqLM.from_config(config)
-        model.generation_config.update(**vars(recipe.generation))
-        model.generation_config.validate()
-    return model
-
-
-def _check_model_fields(changes: dict[str, Any]) -> None:
-    """Refuse unknown fields: transformers keeps them as attributes, so that a typo would change nothing."""
-    stacks = {"encoder": TriptychEncoderConfig, "decoder": TriptychDecoderConfig}
-    known = {stack: {field.name for field in fields(config)} for stack, config in stacks.items()}
-    top = known["encoder"] | known["decoder"] | {field.name for field in fields(TriptychEncoderDecoderConfig)}
-    sections = {"model": (changes, top)}
-    sections |= {f"model.{stack}": (changes.get(stack) or {}, known[stack]) for stack in stacks}
-    for section, (given, allowed) in sections.items():
-        for name in given:
-            if name not in allowed:
-                raise unknown_name("recipe key", f"{section}.{name}", [f"{section}.{field}" for field in allowed])
-
-
-def build_loaders(recipe: Recipe, pairs: dict[str, Any], tokenizer: PreTrainedTokenizerBase, processes: int):
-    """Return the loaders of training batches (shuffled) and of validation batches (sorted by length)."""
-    tokens = {split: tokenize_pairs(dataset, tokenizer) for split, dataset in pairs.items()}
-    updates = processes * recipe.gradient_accumulation_steps
-    return (
-        build_loader(tokens["train"], tokenizer, recipe.max_tokens, seed=recipe.seed, multiple_of=updates),
-        build_loader(tokens["validation"], tokenizer, recipe.max_tokens, shuffle=False, multiple_of=processes),
-    )
-
-
 def check_output(output: Path, overwrite: bool) -> None:
-    """Raise a `UserError` where `output` or a folder above it is a file, or `output` is in use."""
+    """Raise a `UserError` where `output` or a folder above it is a file, or `output` holds no run to continue."""
     for folder in (output, *output.parents):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"output '{output}' needs a folder, but '{folder}' is a file")
-    if output.is_dir() and any(output.iterdir()) and not overwrite:
+    is_used = output.is_dir() and any(output.iterdir())
+    if is_used and not overwrite and read_record(output).get("status") != RUNNING:
         raise UserError(f"output folder '{output}' is not empty: choose another or add overwrite=true")
 
 
+def read_record(output: Path) -> dict[str, Any]:
+    """Return what `run.json` in `output` says, or nothing where there is none."""
+    try:
+        return json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def describe_run(recipe: Recipe, parts: Parts, accelerator: Accelerator) -> dict[str, Any]:
+    """Return what identifies a run and what it ran on, as it stands in `run.json`."""
+    engines = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    packages = ("triptych", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
+    return {
+        "seed": recipe.seed,
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+        "device": str(accelerator.device),
+        "processes": accelerator.num_processes,
+        "engine": accelerator.distributed_type.value if accelerator.distributed_type in engines else "replicas",
+        "examples": parts.examples,
+        # DeepSpeed's stage 3 leaves an empty shard, and remembers what it was.
+        "parameters": sum(getattr(tensor, "ds_numel", tensor.numel()) for tensor in parts.model.parameters()),
+        "data": parts.fingerprint,
+        "tokenizer": tokenizer_digest(parts.tokenizer),
+    }
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of all that decides which ids a text becomes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = json.loads(backend.to_str()) if backend else {}
+    # Set by whoever called the tokenizer last.
+    content = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
+    content = [content, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
+
+
+def refuse_changes(
+    recipe: Recipe, config: PreTrainedConfig, facts: dict[str, Any], checkpoint: Path, accelerator: Accelerator
+) -> None:
+    """Raise a `UserError` that names all in which this training is another one than `checkpoint` was made by."""
+    changes = find_changes(recipe, config, facts, checkpoint) if accelerator.is_main_process else None
+    if changes := broadcast_object_list([changes])[0]:
+        raise UserError(
+            f"'{recipe.output}' cannot be continued, as {'; '.join(changes)}: change that back, choose another output "
+            "or add overwrite=true"
+        )
+
+
+def find_changes(recipe: Recipe, config: PreTrainedConfig, facts: dict[str, Any], checkpoint: Path) -> list[str]:
+    """Return in what this training differs from the one that made `checkpoint`, a clause each, save what may change."""
+    output = checkpoint.parents[1]
+    now, then = asdict(recipe), yaml.safe_load((output / RECIPE_FILE).read_text(encoding="utf-8"))
+    fixed = set(now) & set(then) - MAY_CHANGE | ({"max_steps"} if recipe.schedule in STRETCHED_SCHEDULES else set())
+    compared = {key: (now[key], then[key]) for key in now if key in fixed}
+    old_config = flatten(type(config).from_pretrained(checkpoint / MODEL).to_dict(), "model.")
+    config = flatten(config.to_dict(), "model.")
+    compared |= {key: (config.get(key), old_config.get(key)) for key in {**config, **old_config}}
+    before = read_record(output)
+    compared["engine"] = facts["engine"], before["engine"]
+    if facts["engine"] == DistributedType.DEEPSPEED.value:  # its shards fit no other number
+        compared["processes"] = facts["processes"], before["processes"]
+    changes = [f"{key} is {new!r} instead of {old!r}" for key, (new, old) in compared.items() if new != old]
+    words = {"tokenizer": "the tokenizer is another one", "data": "the data are others"}
+    return changes + [words[key] for key in words if facts[key] != before[key]]
+
+
+def flatten(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values of nested dicts under dotted keys, without those that say nothing of the architecture."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        elif key not in ("_name_or_path", "transformers_version", "dtype", "architectures"):
+            flat[prefix + str(key)] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
 @contextmanager
-def staged_folder(output: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """Give a hidden folder, near `output`, that takes its place at the end, or vanishes on an error."""
-    parent = next(folder for folder in output.absolute().parents if folder.is_dir())
-    staging = parent / f".{output.name}.{os.getpid()}"
+def opened_folder(
+    output: Path,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    facts: dict[str, Any],
+    checkpoints: Checkpoints,
+    is_new: bool,
+) -> Iterator[None]:
+    """Begin the run's folder, or go on in it; an error before the first checkpoint removes it again."""
+    accelerator = checkpoints.accelerator
+    made = [folder for folder in output.absolute().parents if not folder.exists()]
+    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         with as_user_error(f"output folder '{output}' cannot be made"):
-            staging.mkdir()
+            if is_new:
+                begin_folder(output, tokenizer, facts)
+            save_recipe(recipe, output / f".{RECIPE_FILE}")
+            (output / f".{RECIPE_FILE}").rename(output / RECIPE_FILE)
+    accelerator.wait_for_everyone()
     try:
-        yield staging
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
+        yield
+    except BaseException as error:
+        has_checkpoints = bool(checkpoints.steps())
+        if accelerator.is_main_process and not has_checkpoints:
             shutil.rmtree(output, ignore_errors=True)
-            output.parent.mkdir(parents=True, exist_ok=True)
-            staging.rename(output)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            for folder in made:
+                with suppress(OSError):  # something else is in it by now
+                    folder.rmdir()
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            kept = "; the last checkpoint is intact, the same command continues from it" if has_checkpoints else ""
+            raise UserError(f"no space is left on the disk of '{output}'{kept}") from error
+        raise
+
+
+def begin_folder(output: Path, tokenizer: PreTrainedTokenizerBase, facts: dict[str, Any]) -> None:
+    """Put a new run's folder in place of `output`, so that whatever is found there later is known as a run."""
+    output = output.absolute()
+    staging = output.with_name(f".{output.name}.new")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    write_whole(staging / RECORD_FILE, json.dumps({"status": RUNNING, **facts}, indent=1))
+    tokenizer.save_pretrained(staging)
+    if output.exists():
+        shutil.rmtree(output)
+    staging.rename(output)
+
+
+def resume(loop: TrainingLoop, step: int, log: RunLog, output: Path) -> None:
+    """Go on from the checkpoint after `step` updates, and say so."""
+    before, now = loop.resume(step), loop.state.processes
+    log.say(f"continues '{output}' from update {step:,} (epoch {loop.state.epoch + 1})")
+    if now != before:
+        log.say(
+            f"{now} process(es) instead of {before}: it goes on from the same share of the epoch, but data order and "
+            "random numbers are not those of the uninterrupted run"
+        )
+
+
+def write_model(recipe: Recipe, loop: TrainingLoop, model_class: type, output: Path) -> tuple[dict[str, float], int]:
+    """Write the final model to `output`; return its validation measures, and after which update it stood.
+
+    It is the best one, or the mean of the last `average_checkpoints`, measured as the sum of its parts may be worse.
+    """
+    state, accelerator, checkpoints = loop.state, loop.accelerator, loop.checkpoints
+    best = state.best_step or state.step
+    steps = checkpoints.averaged_steps(state.step) if recipe.average_checkpoints else [best]
+    staging = output / ".model"
+    if accelerator.is_main_process:
+        checkpoints.export(steps, staging)
+    accelerator.wait_for_everyone()
+    values = state.best
+    if recipe.average_checkpoints or not values:
+        model = model_class(accelerator.unwrap_model(loop.model).config)  # whole, whatever the engine does to the other
+        load_model(model, staging / WEIGHTS)
+        values = loop.evaluate(model.to(accelerator.device))
+        loop.log.say(f"mean of the checkpoints of updates {steps}: validation {show_values(values)}")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        for path in staging.iterdir():
+            path.replace(output / path.name)
+        staging.rmdir()
+    return values, steps[-1]

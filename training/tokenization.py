@@ -1,4 +1,4 @@
-"""Tokenizers trained on the data, and text pairs turned into token ids.
+"""Tokenizers trained on the data.
 
 Three types, all from the `tokenizers` library and wrapped so that `AutoTokenizer` loads them:
 
@@ -8,32 +8,38 @@ Three types, all from the `tokenizers` library and wrapped so that `AutoTokenize
 | `char` | a character: BPE without merges | `<unk>` |
 | `word` | what stands between spaces | `<unk>` |
 
-A text that holds a special token's spelling is text for the first two; for `word` it is that token.
+A text that holds a special token's spelling is text for the first two; for `word` it is that token. Around a text stand
 
-Every text ends in `</s>`. Generation starts from `<s>`.
+| topology | one text | two |
+|---|---|---|
+| encoder | `<s> A </s>` | `<s> A </s> B </s>`, B with token type 1 |
+| decoder | `<s> A`, and `</s>` where it ends | |
+| encoder_decoder | `A </s>`; what is generated starts from `<s>` | |
 """
 
-import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from datasets import Dataset
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from triptych.training.errors import as_user_error
 from triptych.training.recipe import TokenizerRecipe
 
 PAD, BOS, EOS, UNK = SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]
+MASK, SEP = "<mask>", "<sep>"
+SENTINELS = [f"<extra_id_{number}>" for number in range(100)]  # as many as T5 has
+TEMPLATES = {
+    "encoder": {"single": f"{BOS} $A {EOS}", "pair": f"{BOS} $A {EOS} $B:1 {EOS}:1"},
+    "decoder": {"single": f"{BOS} $A"},
+    "encoder_decoder": {"single": f"$A {EOS}"},
+}
 
 
-def build_tokenizer(recipe: TokenizerRecipe, dataset: Dataset, joiner: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that `recipe.path` names, or train one on both columns of `dataset`.
-
-    Args:
-        recipe: which type to train and how large, or where to load it from.
-        dataset: text pairs with the columns `source` and `target`.
-        joiner: the mark at the end of a subword that goes on in the next one (`@@`), for `word` tokenizers.
+def build_tokenizer(
+    recipe: TokenizerRecipe, texts: Iterable[str], topology: str, extra_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that `recipe.path` names, or train one on `texts`.
 
     Raises:
         UserError: `recipe.path` holds no tokenizer.
@@ -41,43 +47,50 @@ def build_tokenizer(recipe: TokenizerRecipe, dataset: Dataset, joiner: str | Non
     if recipe.path:
         with as_user_error(f"tokenizer '{recipe.path}' cannot be loaded"):
             return AutoTokenizer.from_pretrained(recipe.path)
-    texts = (text for column in ("source", "target") for text in dataset[column])
-    return train_tokenizer(texts, recipe.type, recipe.vocab_size, joiner)
+    return train_tokenizer(texts, recipe.type, recipe.vocab_size, topology, extra_tokens)
 
 
 def train_tokenizer(
-    texts: Iterable[str], type: str, vocab_size: int, joiner: str | None = None
+    texts: Iterable[str],
+    type: str,
+    vocab_size: int,
+    topology: str = "encoder_decoder",
+    extra_tokens: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
     """Train a tokenizer of `type` (see the table above) with at most `vocab_size` tokens on `texts`.
 
     Characters are never left out, so a `char` vocabulary is as large as the texts' alphabet.
+
+    Args:
+        topology: what stands around a text, see the second table.
+        extra_tokens: special tokens of an objective: `MASK`, `SEP` or `SENTINELS`.
     """
-    if type == "word":
-        tokenizer = _train_words(texts, vocab_size, joiner)
-    elif type == "char":
-        tokenizer = _train_characters(texts)
-    else:
-        tokenizer = _train_byte_pairs(texts, vocab_size)
-    end = (EOS, tokenizer.token_to_id(EOS))
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {EOS}", special_tokens=[end])
+    special_tokens = [*SPECIAL_TOKENS, *extra_tokens]
+    train = {"bpe": _train_byte_pairs, "char": _train_characters, "word": _train_words}[type]
+    tokenizer = train(texts, vocab_size, special_tokens)
+    ids = [(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)]
+    tokenizer.post_processor = processors.TemplateProcessing(**TEMPLATES[topology], special_tokens=ids)
+    roles = {"mask_token": MASK, "sep_token": SEP}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         bos_token=BOS,
         eos_token=EOS,
         unk_token=UNK,
+        **{role: token for role, token in roles.items() if token in extra_tokens},
+        model_input_names=["input_ids", *["token_type_ids"] * (topology == "encoder"), "attention_mask"],
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
     )
 
 
-def _train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def _train_byte_pairs(texts: Iterable[str], vocab_size: int, special_tokens: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -85,50 +98,22 @@ def _train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _train_characters(texts: Iterable[str]) -> Tokenizer:
+def _train_characters(texts: Iterable[str], vocab_size: int, special_tokens: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token=UNK))
     tokenizer.decoder = decoders.Fuse()
-    trainer = trainers.BpeTrainer(vocab_size=0, special_tokens=SPECIAL_TOKENS, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=0, special_tokens=special_tokens, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-def _train_words(texts: Iterable[str], vocab_size: int, joiner: str | None) -> Tokenizer:
+def _train_words(texts: Iterable[str], vocab_size: int, special_tokens: list[str]) -> Tokenizer:
     # Counted here: the library's own trainer leaves holes in the ids where a special token occurs as a word.
-    counts = Counter(word for text in texts for word in text.split() if word not in SPECIAL_TOKENS)
-    words = SPECIAL_TOKENS + [word for word, _ in counts.most_common(vocab_size - len(SPECIAL_TOKENS))]
+    counts = Counter(word for text in texts for word in text.split() if word not in special_tokens)
+    words = special_tokens + [word for word, _ in counts.most_common(max(0, vocab_size - len(special_tokens)))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNK))
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.add_special_tokens(special_tokens)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = _word_decoder(joiner)
+    # This decoder puts a space before each token that lacks its prefix. No word between spaces holds a line break, so
+    # with that as the prefix every token gets its space.
+    tokenizer.decoder = decoders.WordPiece(prefix="\n", cleanup=False)
     return tokenizer
-
-
-def _word_decoder(joiner: str | None) -> decoders.Decoder:
-    # The WordPiece decoder puts a space before each token that lacks its prefix. No word between spaces holds
-    # a line break, so with that as the prefix every token gets its space.
-    steps = [decoders.WordPiece(prefix="\n", cleanup=False), decoders.Fuse()]
-    if joiner:
-        steps.append(decoders.Replace(Regex(_joint(joiner)), ""))
-    return decoders.Sequence(steps)
-
-
-def join_subwords(text: str, joiner: str | None) -> str:
-    """Undo a subword split: `pul@@ ley` becomes `pulley` where `joiner` is `@@`."""
-    return re.sub(_joint(joiner), "", text) if joiner else text
-
-
-def _joint(joiner: str) -> str:
-    return re.escape(joiner) + "( |$)"
-
-
-def tokenize_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Turn the columns `source` and `target` into the columns `input_ids` and `labels`, lists of token ids."""
-
-    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        return {
-            "input_ids": tokenizer(batch["source"])["input_ids"],
-            "labels": tokenizer(text_target=batch["target"])["input_ids"],
-        }
-
-    return dataset.map(tokenize, batched=True, remove_columns=dataset.column_names)

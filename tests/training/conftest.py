@@ -21,6 +21,7 @@ TINY = (
     "max_steps=12",
     "log_every=1",
     "validate_every=6",
+    "report_to=[]",
 )
 
 

@@ -7,9 +7,8 @@ from datasets import Dataset
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from triptych.training.batching import TokenBatchSampler, build_loader
+from triptych.training.batching import Examples, TokenBatchSampler, build_loader, count_items, side_lengths
 from triptych.training.errors import UserError
-from triptych.training.tokenization import tokenize_pairs, train_tokenizer
 
 BUDGET = 60
 lengths = st.lists(st.tuples(st.integers(1, BUDGET), st.integers(1, BUDGET)), min_size=8, max_size=200)
@@ -17,7 +16,10 @@ lengths = st.lists(st.tuples(st.integers(1, BUDGET), st.integers(1, BUDGET)), mi
 
 def make_sampler(pairs, **options):
     sources, targets = zip(*pairs, strict=True)
-    return TokenBatchSampler(list(sources), list(targets), BUDGET, **options)
+    rows = Dataset.from_dict(
+        {name: [[0] * n for n in side] for name, side in (("input_ids", sources), ("labels", targets))}
+    )
+    return TokenBatchSampler(Examples(rows, side_lengths(rows), seed=0), BUDGET, **options)
 
 
 @settings(max_examples=60)
@@ -80,12 +82,34 @@ def test_too_few_examples_for_an_update_are_refused():
         make_sampler([(60, 4)] * 5, multiple_of=4)
 
 
-def test_a_batch_is_plain_model_input():
-    pairs = Dataset.from_dict({"source": ["abc", "a"], "target": ["b", "cab"]})
-    tokenizer = train_tokenizer(["abc"], "char", 0)
-    (batch,) = build_loader(tokenize_pairs(pairs, tokenizer), tokenizer, 100, shuffle=False)
-    a, b, c, end, pad = tokenizer.convert_tokens_to_ids(["a", "b", "c", "</s>", "<pad>"])
-    assert sorted(batch) == ["attention_mask", "input_ids", "labels"]
-    assert torch.equal(batch["input_ids"], torch.tensor([[a, b, c, end], [a, end, pad, pad]]))
-    assert torch.equal(batch["attention_mask"], torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]))
-    assert torch.equal(batch["labels"], torch.tensor([[b, end, -100, -100], [c, a, b, end]]))
+def test_lengths_of_every_kind_of_row():
+    columns = {"input_ids": [[1, 2, 3], [4]], "labels": [[1], [2, 3]]}
+    assert side_lengths(Dataset.from_dict(columns)).tolist() == [[3, 1], [1, 2]]
+    assert side_lengths(Dataset.from_dict(columns | {"labels": [0, 1]})).tolist() == [[3, 1]]
+    choices = {"input_ids": [[[1, 2], [3]], [[1], [2]]], "labels": [0, 1]}
+    assert side_lengths(Dataset.from_dict(choices)).tolist() == [[4, 2]]
+
+
+def test_rows_carry_a_seed_of_their_own_in_each_epoch():
+    rows = Dataset.from_dict({"input_ids": [[1], [2], [3]]})
+    seen = set()
+    for seed in (0, 1):
+        examples = Examples(rows, side_lengths(rows), seed)
+        for epoch in (0, 1):
+            examples.set_epoch(epoch)
+            seen |= {row["seed"] for row in examples.__getitems__([0, 1, 2])}
+            assert examples[1] == examples.__getitems__([2, 1])[1] == {"input_ids": [2], "seed": examples[1]["seed"]}
+    assert len(seen) == 12
+
+
+def test_a_loader_gives_its_collator_whole_batches():
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [3], [4, 5]], "labels": [0, 1, 2]})
+    loader = build_loader(Examples(rows, side_lengths(rows), seed=0), lambda features: features, 4, shuffle=False)
+    batches = [[(row["input_ids"], row["labels"]) for row in batch] for batch in loader]
+    assert batches == [[([3], 1), ([1, 2], 0)], [([4, 5], 2)]]
+
+
+def test_items_are_labels_or_rows():
+    assert count_items({"labels": torch.tensor([[1, -100], [2, 3]])}) == 3
+    assert count_items({"labels": torch.tensor([0.5, 1.5])}) == 2
+    assert count_items({"start_positions": torch.tensor([0, 4, 9])}) == 3

@@ -29,7 +29,7 @@ def pairs_recipe(tmp_path):
 def test_train_evaluate_generate(command, pairs_recipe, tmp_path):
     code, out, err = command("train", pairs_recipe)
     assert code == 0, err
-    assert "runs/mine: best validation loss" in out
+    assert "runs/mine: validation loss" in out
 
     (tmp_path / "input.txt").write_text("source 1\nsource 2\n")
     code, out, err = command("generate", "runs/mine", "--input", "input.txt", "--num-beams", "2")
@@ -51,7 +51,7 @@ BAD_DATA = [
     ({}, "data file 'missing.tsv' does not exist"),
     ({"missing.tsv": b""}, "data file 'missing.tsv' is empty"),
     ({"missing.tsv": b"a\tb\n\xff\tb\n"}, "data file 'missing.tsv', line 2: byte 0xff is not UTF-8"),
-    ({"missing.tsv": b"a\tb\nc\n"}, "data file 'missing.tsv', line 2: has 1 column, but a pair is source, tab, target"),
+    ({"missing.tsv": b"a\tb\nc\n"}, "'missing.tsv', line 2: has 1 column, but an example is source, tab, target"),
 ]
 
 

@@ -5,9 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from triptych.training.data import load_pairs, load_split
+from triptych.training.data import load_files, load_split
 from triptych.training.errors import UserError
-from triptych.training.recipe import load_recipe
+from triptych.training.recipe import DataRecipe, SourceRecipe, load_recipe
 
 PAIRS = [("ein Haus", "a house"), ("007, NA", "line\u2028separator"), ("", 'quoted "word"')]
 COLUMNS = ["source", "target"]
@@ -55,15 +55,17 @@ def write_parallel(path):
 
 @pytest.mark.parametrize("write", [write_tsv, write_tsv_gz, write_csv, write_json_lines, write_parquet, write_parallel])
 def test_every_format_gives_the_same_pairs(tmp_path, write):
-    dataset = load_pairs([str(path) for path in write(tmp_path / "pairs.tsv")], COLUMNS)
+    dataset = load_files([str(path) for path in write(tmp_path / "pairs.tsv")], COLUMNS)
     assert list(zip(dataset["source"], dataset["target"], strict=True)) == PAIRS
 
 
 def test_columns_are_chosen_by_name(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"en": "a", "de": "b", "fr": "c"}\n')
-    dataset = load_pairs([str(path)], ["de", "fr"])
-    assert dataset[:] == {"source": ["b"], "target": ["c"]}
+    recipe = DataRecipe(columns={"source": "de", "target": "fr"})
+    assert load_files(str(path), COLUMNS, recipe=recipe)[:] == {"source": ["b"], "target": ["c"]}
+    one = SourceRecipe(file=str(path), columns={"target": "en"})  # on top of the recipe's
+    assert load_files([one, one], COLUMNS, recipe=recipe)[:] == {"source": ["b", "b"], "target": ["a", "a"]}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_columns_are_chosen_by_name(tmp_path):
     [
         ("a.tsv", b"", "is empty"),
         ("a.tsv", b"\n \n", "is empty"),
-        ("a.tsv", b"one\ttwo\nthree\n", "line 2: has 1 column, but a pair is source, tab, target"),
+        ("a.tsv", b"one\ttwo\nthree\n", "line 2: has 1 column, but an example is source, tab, target"),
         ("a.tsv", b"one\ttwo\tthree\n", "line 1: has 3 columns"),
         ("a.tsv", b"one\ttwo\nd\xe9j\xe0\tvu\n", "line 2: byte 0xe9 is not UTF-8"),
         ("a.csv", b"source,target\nd\xe9j\xe0,vu\n", "line 2: byte 0xe9 is not UTF-8"),
@@ -84,14 +86,14 @@ def test_columns_are_chosen_by_name(tmp_path):
         ("a.jsonl", b'{"source": \n', "is no json table"),
         ("a.parquet", b"junk", "is no parquet table"),
         ("a.tsv.gz", b"junk", "cannot be read"),
-        ("a.docx", b"junk", "must end in one of .tsv, .csv, .jsonl, .json, .parquet"),
+        ("a.docx", b"junk", "needs a pattern with a named group for each of the columns source, target"),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, name, content, sentence):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UserError) as error:
-        load_pairs([str(path)], COLUMNS)
+        load_files([str(path)], COLUMNS)
     assert sentence in str(error.value)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
@@ -101,25 +103,124 @@ def test_parallel_files_of_unequal_length_name_both_counts(tmp_path):
     (tmp_path / "a.de").write_text("eins\nzwei\n")
     (tmp_path / "a.en").write_text("one\ntwo\nthree\n")
     with pytest.raises(UserError, match=r"a\.de' has 2 and '.*a\.en' 3"):
-        load_pairs([str(tmp_path / "a.de"), str(tmp_path / "a.en")], COLUMNS)
+        load_files([str(tmp_path / "a.de"), str(tmp_path / "a.en")], COLUMNS)
+
+
+def read(tmp_path, content, wanted, **source):
+    path = tmp_path / source.pop("name", "file.txt")
+    path.write_text(content, encoding="utf-8")
+    optional = source.pop("optional", ())
+    return load_files([SourceRecipe(file=str(path), **source)], wanted, optional)[:]
+
+
+def test_a_pattern_names_its_columns(tmp_path):
+    content = "1 so good\n0 so bad\n"
+    pattern = "(?P<label>[01]) (?P<text>.*)"
+    # With a pattern, the file's ending says nothing.
+    rows = read(tmp_path, content, ["text", "label"], pattern=pattern, name="file.tsv")
+    assert rows == {"text": ["so good", "so bad"], "label": ["1", "0"]}
+    with pytest.raises(UserError, match=r"file.txt', line 2 does not match the pattern '1 \(\?P<text>\.\*\)'"):
+        read(tmp_path, content, ["text"], pattern="1 (?P<text>.*)")
+    with pytest.raises(UserError, match=r"pattern '\(' of data file '.*' is no regular expression"):
+        read(tmp_path, content, ["text"], pattern="(")
+    with pytest.raises(UserError, match="has no column 'label': its columns are text"):
+        read(tmp_path, content, ["text", "label"], pattern="(?P<text>.*)")
+
+
+def test_one_text_a_line_and_one_text_a_file(tmp_path):
+    assert read(tmp_path, "a b\n\nc\n", ["text"]) == {"text": ["a b", "", "c"]}
+    assert read(tmp_path, "a b\nc\n", ["text"], format="document") == {"text": ["a b\nc\n"]}
+    paths = [tmp_path / name for name in "xy"]
+    for path in paths:
+        path.write_text(path.name)
+    # Side by side where there are several columns, one after the other where there is one.
+    names = [str(path) for path in paths]
+    assert load_files(names, ["text"])[:] == {"text": ["x", "y"]}
+    assert load_files(names, COLUMNS)[:] == {"source": ["x"], "target": ["y"]}
+
+
+def test_parts_of_a_file(tmp_path):
+    content = "".join(f"{number}\n" for number in range(10))
+    first, rest = (read(tmp_path, content, ["text"], part=part)["text"] for part in ([0, 0.7], [0.7, 1]))
+    assert first + rest == [str(number) for number in range(10)]
+    assert len(first) == 7
+    text = read(tmp_path, "abcdefghij", ["text"], format="document", part=[0.9, 1])
+    assert text == {"text": ["j"]}  # of one text, the characters
+    with pytest.raises(UserError, match=r"'part' must be two shares, such as \[0, 0.9\], not \[0.9, 0.1\]"):
+        read(tmp_path, content, ["text"], part=[0.9, 0.1])
+
+
+def test_a_table_under_a_header_line(tmp_path):
+    content = 'id\tA\tB\tscore\n1\tsay "hi\tb\t4.5\n'
+    columns = {"text": "A", "text_pair": "B", "label": "score"}
+    expected = {"text": ['say "hi'], "label": ["4.5"], "text_pair": ["b"]}
+    assert (
+        read(tmp_path, content, ["text", "label"], format="table", columns=columns, optional=["text_pair"]) == expected
+    )
+    del columns["text_pair"], expected["text_pair"]
+    assert (
+        read(tmp_path, content, ["text", "label"], format="table", columns=columns, optional=["text_pair"]) == expected
+    )
+
+
+CONLLU = """# sent_id = 1
+# text = Don't go.
+1-2\tDon't\t_\t_\t_\t_\t_\t_\t_\t_
+1\tDo\tdo\tAUX\tVB\t_\t3\taux\t_\t_
+2\tn't\tnot\tPART\tRB\t_\t3\tadvmod\t_\t_
+3\tgo\tgo\tVERB\tVB\t_\t0\troot\t_\t_
+3.1\tthere\t_\tADV\t_\t_\t_\t_\t_\t_
+
+1\tYes\tyes\tINTJ\tUH\t_\t0\troot\t_\t_
+"""
+
+
+def test_sentences_of_universal_dependencies(tmp_path):
+    rows = read(tmp_path, CONLLU, ["tokens", "labels"], name="a.conllu")
+    assert rows == {"tokens": [["Do", "n't", "go"], ["Yes"]], "labels": [["AUX", "PART", "VERB"], ["INTJ"]]}
+    assert read(tmp_path, CONLLU, ["text"], name="a.conllu") == {"text": ["Don't go.", "Yes"]}
+    with pytest.raises(UserError, match="line 1: has 2 fields, but a word has 10"):
+        read(tmp_path, "1\tDo\n", ["tokens", "labels"], name="a.conllu")
+
+
+def test_questions_about_stories(tmp_path):
+    content = "1 Mary went home.\n2 Where is Mary?\thome\t1\n3 She left.\n4 Where?\tout\t1 3\n1 Hi.\n2 Who?\tno\t1\n"
+    rows = read(tmp_path, content, ["text", "label"], format="babi", optional=["text_pair"])
+    assert rows["text"] == ["Where is Mary?", "Where?", "Who?"]
+    assert rows["text_pair"] == ["Mary went home.", "Mary went home. She left.", "Hi."]
+    assert rows["label"] == ["home", "out", "no"]
+    with pytest.raises(UserError, match="line 1 does not begin with the number of a sentence"):
+        read(tmp_path, "Hi.\n", ["text", "label"], format="babi")
+
+
+def test_subwords_are_joined_and_text_lower_cased(tmp_path):
+    path = tmp_path / "file.txt"
+    path.write_text("1 Two pul@@ leys end@@\n")
+    recipe = DataRecipe(joiner="@@", lowercase=True, pattern="(?P<label>.) (?P<text>.*)")
+    assert load_files(str(path), ["text", "label"], recipe=recipe)[:] == {"text": ["two pulleys end"], "label": ["1"]}
+
+
+def test_an_unknown_format_suggests_the_nearest(tmp_path):
+    with pytest.raises(UserError, match="data format 'conll' is unknown: did you mean 'conllu'"):
+        read(tmp_path, "a", ["text"], format="conll")
 
 
 def test_missing_corpora_name_the_variable(monkeypatch, tmp_path):
     monkeypatch.setenv("TRIPTYCH_DATA", str(tmp_path / "nowhere"))
     recipe = load_recipe("multi30k_en_de")
     with pytest.raises(UserError, match=r"train\.en\.gz' does not exist: set TRIPTYCH_DATA .*nowhere"):
-        load_split(recipe.data, "train", seed=1)
+        load_split(recipe.data, "train", COLUMNS)
 
 
 def test_an_unknown_split_suggests_the_nearest():
     recipe = load_recipe("multi30k_en_de")
     with pytest.raises(UserError, match="data split 'test2016' is unknown: did you mean 'test_2016'"):
-        load_split(recipe.data, "test2016", seed=1)
+        load_split(recipe.data, "test2016", COLUMNS)
 
 
 @pytest.mark.data
 def test_multi30k_has_its_counts(monkeypatch, data_folder):
     monkeypatch.setenv("TRIPTYCH_DATA", str(data_folder))
     recipe = load_recipe("multi30k_en_de")
-    counts = [load_split(recipe.data, split, seed=1).num_rows for split in recipe.data.splits]
+    counts = [load_split(recipe.data, split, COLUMNS).num_rows for split in recipe.data.splits]
     assert counts == [29000, 1014, 1000, 1000]

@@ -31,6 +31,30 @@ def test_the_loss_curve_shows_both_losses(tmp_path, drawn):
     assert plt.imread(tmp_path / "loss.png").shape[2] in (3, 4)
 
 
+@pytest.mark.parametrize(
+    ("rows", "label", "curves"),
+    [
+        ([{"step": 1, "loss": 4.0, "learning_rate": 0.1}], "learning rate", {"learning_rate": [[1, 0.1]]}),
+        (
+            [
+                {"step": 1, "loss": 4.0, "learning_rate": 0.1},
+                {"step": 1, "validation_loss": 3.0, "validation_f1": 0.5, "validation_accuracy": 0.6},
+            ],
+            "validation",
+            {"accuracy": [[1, 0.6]], "f1": [[1, 0.5]]},
+        ),
+    ],
+)
+def test_a_second_panel_shows_the_scores_or_else_the_learning_rate(tmp_path, drawn, rows, label, curves):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot_losses(metrics, tmp_path / "loss.png", "mine: loss")
+    _, axes = drawn[0].axes
+    assert axes.get_ylabel() == label
+    assert {line.get_label(): line.get_xydata().tolist() for line in axes.lines} == curves
+    assert len({line.get_color() for line in axes.lines}) == len(curves)
+
+
 def test_the_attention_map_shows_the_last_layers_mean(tiny_recipe, tmp_path, drawn):
     run = train(tiny_recipe("max_steps=1", "model.initializer_range=0.5"))
     model, tokenizer = load_model(str(run.folder))

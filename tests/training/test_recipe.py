@@ -66,10 +66,15 @@ def test_a_recipe_is_found_by_path(tmp_path):
         ("learning_rate=-1", "recipe key 'learning_rate' must be above 0, not -1.0"),
         ("label_smoothing=1", "recipe key 'label_smoothing' must be in [0, 1), not 1.0"),
         ("overwrite=yes please", "recipe key 'overwrite' must be true or false, not 'yes please'"),
-        ("schedule=cosin", "must be one of inverse_sqrt, cosine, linear, not 'cosin'"),
+        ("schedule=cosin", "must be one of inverse_sqrt, cosine, linear, trapezoidal, not 'cosin'"),
         ("mixed_precision=no", "recipe key 'mixed_precision' must be one of bf16, fp16 or null, not false"),
         ("tokenizer=char", "recipe key 'tokenizer' must be a section of keys, not 'char'"),
         ("data.dates.train=few", "recipe key 'data.dates.train' must be a whole number"),
+        ("keep_checkpoints=0", "recipe key 'keep_checkpoints' must be at least 1, not 0"),
+        ("data.max_length=0", "recipe key 'data.max_length' must be at least 1, not 0"),
+        ("average_checkpoints=-1", "recipe key 'average_checkpoints' must be at least 0, not -1"),
+        ("tokenizer.dropout=1.5", "recipe key 'tokenizer.dropout' must be in [0, 1], not 1.5"),
+        ("data.splits={train: [{fil: a}], validation: b}", "recipe key 'data.splits.train"),
         ("adam_betas=[0.9]", "recipe key 'adam_betas' must be two numbers in [0, 1)"),
         ("data.splits={train: a, validation: b}", "exactly one of splits and dates"),
         ("seed.more=1", "'seed.more=1' holds one value, not a section"),
@@ -85,9 +90,9 @@ def test_a_bad_change_is_refused_by_name(change, sentence):
 
 
 def test_an_unknown_recipe_suggests_the_nearest():
-    with pytest.raises(UserError, match="recipe 'multi30k_de_en' is unknown: did you mean 'multi30k_en_de'"):
-        load_recipe("multi30k_de_en")
-    with pytest.raises(UserError, match="allowed are dates, multi30k_en_de"):
+    with pytest.raises(UserError, match="recipe 'multi30k_en_dee' is unknown: did you mean 'multi30k_en_de'"):
+        load_recipe("multi30k_en_dee")
+    with pytest.raises(UserError, match="allowed are babi, cola, dates, "):
         load_recipe("zzz")
 
 

@@ -1,15 +1,14 @@
 import pytest
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from triptych.training.errors import UserError
 from triptych.training.recipe import TokenizerRecipe
-from triptych.training.tokenization import SPECIAL_TOKENS, build_tokenizer, join_subwords, train_tokenizer
+from triptych.training.tokenization import MASK, SENTINELS, SEP, SPECIAL_TOKENS, build_tokenizer, train_tokenizer
 
 TEXTS = ["ein Haus am See , 2021年", "de: Freitag, 5. März 2021", "tab\tand  two spaces", "5 < 6 </s> <pad>"]
-WORDS = ["a giant pul@@ ley system", "@@@ is no sub@@ word"]
+WORDS = ["a giant pulley system", "is no word"]
 
 
 def round_trip(tokenizer, text):
@@ -52,22 +51,44 @@ def test_text_that_spells_a_special_token_is_text(type):
     assert tokenizer.pad_token_id not in ids
 
 
-def test_words_join_their_subwords_in_decoding():
-    tokenizer = train_tokenizer(WORDS, "word", 500, joiner="@@")
+def test_words_stand_between_spaces():
+    tokenizer = train_tokenizer(WORDS, "word", 500)
     ids = tokenizer(WORDS[0])["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids) == ["a", "giant", "pul@@", "ley", "system", "</s>"]
-    assert round_trip(tokenizer, WORDS[0]) == "a giant pulley system"
-    assert round_trip(tokenizer, "a pul@@") == "a pul"
+    assert tokenizer.convert_ids_to_tokens(ids) == ["a", "giant", "pulley", "system", "</s>"]
     assert tokenizer("unseen")["input_ids"] == [tokenizer.unk_token_id, tokenizer.eos_token_id]
-    plain = train_tokenizer(WORDS, "word", 500)
-    assert round_trip(plain, WORDS[0]) == WORDS[0]
+    assert round_trip(tokenizer, WORDS[0]) == WORDS[0]
 
 
-@pytest.mark.parametrize("text", WORDS)
-def test_references_are_joined_as_the_decoder_joins(text):
-    tokenizer = train_tokenizer(WORDS, "word", 500, joiner="@@")
-    assert join_subwords(text, "@@") == round_trip(tokenizer, text)
-    assert join_subwords(text, None) == text
+@pytest.mark.parametrize(
+    ("topology", "single", "pair"),
+    [
+        ("encoder", ["<s>", "a", "</s>"], ["<s>", "a", "</s>", "giant", "</s>"]),
+        ("decoder", ["<s>", "a"], None),
+        ("encoder_decoder", ["a", "</s>"], None),
+    ],
+)
+def test_what_stands_around_a_text(topology, single, pair, tmp_path):
+    train_tokenizer(WORDS, "word", 500, topology).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a")["input_ids"]) == single
+    assert ("token_type_ids" in tokenizer("a")) == (topology == "encoder")
+    if pair:
+        encoded = tokenizer("a", "giant")
+        assert tokenizer.convert_ids_to_tokens(encoded["input_ids"]) == pair
+        assert encoded["token_type_ids"] == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("type", ["bpe", "char", "word"])
+def test_extra_special_tokens_of_an_objective(type, tmp_path):
+    train_tokenizer(TEXTS, type, 500, extra_tokens=[MASK, SEP, *SENTINELS]).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.mask_token, tokenizer.sep_token) == (MASK, SEP)
+    ids = tokenizer.convert_tokens_to_ids([MASK, SEP, *SENTINELS])
+    assert ids == list(range(4, 106))
+    assert tokenizer.decode([*ids, *tokenizer("5")["input_ids"]], skip_special_tokens=True).strip() == "5"
+    plain = train_tokenizer(TEXTS, type, 500)
+    assert plain.mask_token is None
+    assert plain.convert_tokens_to_ids(MASK) == plain.unk_token_id
 
 
 def test_vocabulary_sizes():
@@ -85,8 +106,7 @@ def test_training_is_deterministic():
 
 def test_a_given_tokenizer_is_loaded(tmp_path):
     train_tokenizer(WORDS, "word", 500).save_pretrained(tmp_path)
-    empty = Dataset.from_dict({"source": [], "target": []})
-    loaded = build_tokenizer(TokenizerRecipe(path=str(tmp_path)), empty, None)
+    loaded = build_tokenizer(TokenizerRecipe(path=str(tmp_path)), [], "encoder_decoder")
     assert loaded.convert_tokens_to_ids("giant") > 3
     with pytest.raises(UserError, match=r"tokenizer '.*nowhere' cannot be loaded"):
-        build_tokenizer(TokenizerRecipe(path=str(tmp_path / "nowhere")), empty, None)
+        build_tokenizer(TokenizerRecipe(path=str(tmp_path / "nowhere")), [], "encoder_decoder")

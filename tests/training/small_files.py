@@ -1,0 +1,67 @@
+"""Small random examples for every objective, and recipes of tiny models that train on them."""
+
+import json
+import random
+from pathlib import Path
+
+from triptych.training.objectives import OBJECTIVES
+from triptych.training.recipe import Recipe, load_recipe
+
+ROWS = 40
+SPECIAL_FILES = {
+    "seq2seq": "pairs.tsv",
+    "sequence_classification": "classes.tsv",
+    "regression": "values.tsv",
+    "token_classification": "words.jsonl",
+    "question_answering": "spans.jsonl",
+    "multiple_choice": "choices.jsonl",
+}
+EVERY = [(name, topology) for name, objective in OBJECTIVES.items() for topology in objective.heads]
+
+
+def random_text(draw: random.Random) -> str:
+    return " ".join(draw.choice("abcdef") for _ in range(draw.randint(3, 8)))
+
+
+def write_files(folder: Path) -> Path:
+    """Write files of small random examples, one for each kind of objective, and return their folder."""
+    draw = random.Random(0)
+    texts = [random_text(draw) for _ in range(4 * ROWS)]
+    lines = {
+        "texts.txt": [f"{one}. {two}. {one}" for one, two in zip(texts[::2], texts[1::2], strict=True)],
+        "pairs.tsv": [f"{text}\t{text[::-1]}" for text in texts[:ROWS]],
+        "classes.tsv": [f"{text}\t{draw.choice(['yes', 'no'])}" for text in texts[:ROWS]],
+        "values.tsv": [f"{text}\t{len(text) / 10}" for text in texts[:ROWS]],
+        "words.jsonl": [
+            json.dumps({"tokens": text.split(), "labels": ["V" if word in "ae" else "C" for word in text.split()]})
+            for text in texts[:ROWS]
+        ],
+        "spans.jsonl": [
+            json.dumps({"question": "a b", "context": text, "answer": text[2:5], "answer_start": 2})
+            for text in texts[:ROWS]
+        ],
+        "choices.jsonl": [
+            json.dumps({"text": text, "choices": [text[::-1], "a"], "label": draw.randrange(2)})
+            for text in texts[:ROWS]
+        ],
+    }
+    for name, rows in lines.items():
+        (folder / name).write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def make_recipe(folder: Path, tmp_path: Path, name: str, topology: str, *changes: str) -> Recipe:
+    """Return a recipe of two updates of a one-layer model on the files in `folder`, which leaves `tmp_path / run`."""
+    file = folder / SPECIAL_FILES.get(name, "texts.txt")
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"objective: {{type: {name}}}\n"
+        f"data: {{splits: {{train: {file}, validation: {file}}}, max_length: 24}}\n"
+        "tokenizer: {type: char}\n"
+        "model: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2,\n"
+        f"  topology: {topology}, initializer_range: 0.2, hidden_dropout: 0.1}}\n"
+        "generation: {max_new_tokens: 8}\n"
+        "max_steps: 2\nlog_every: 1\nvalidate_every: 2\nmax_tokens: 512\nreport_to: []\n"
+        f"output: {tmp_path / 'run'}\n"
+    )
+    return load_recipe(str(path), changes)

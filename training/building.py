@@ -1,0 +1,209 @@
+"""What a recipe asks for, built: data, tokenizer, model and loaders."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.utils import set_seed
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from triptych import TriptychConfig, TriptychDecoderConfig, TriptychEncoderConfig, TriptychEncoderDecoderConfig
+from triptych.configs import recipe_names
+from triptych.training.batching import Examples, build_loader
+from triptych.training.data import NOT_TEXT, load_split
+from triptych.training.errors import UserError, as_user_error, unknown_name
+from triptych.training.evaluation import score_rows
+from triptych.training.masking import NextSentencePairs
+from triptych.training.objectives import (
+    Task,
+    build_examples,
+    encode,
+    has_classes,
+    label_names,
+    read_task,
+    row_lengths,
+)
+from triptych.training.recipe import Recipe
+from triptych.training.streaming import StreamedExamples, first_window, open_stream
+from triptych.training.subwords import RegularizedPairs
+from triptych.training.tokenization import build_tokenizer
+
+
+@dataclass
+class Parts:
+    """All that a training runs on.
+
+    Attributes:
+        model: freshly initialised, or loaded, with the head of the recipe's objective.
+        train_loader: batches from a `TokenBatchSampler` whose count is a multiple of processes times accumulation.
+        validation_loader: the same for validation, in any order.
+        fingerprint: of the training and validation examples as the model reads them.
+        score: measures of the objective besides the loss, on the validation data; larger is better.
+        examples: number of training examples.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    train_loader: DataLoader
+    validation_loader: DataLoader
+    fingerprint: str
+    score: Callable[[PreTrainedModel], dict[str, float]]
+    examples: int
+
+
+def build_parts(recipe: Recipe, processes: int) -> Parts:
+    """Build what `recipe` asks for, the same in every process.
+
+    Raises:
+        UserError: unusable data, settings or model fields.
+    """
+    set_seed(recipe.seed)
+    task = read_task(recipe)
+    if start := recipe.model.get("path"):
+        _check_start(start)
+        recipe.tokenizer.path = recipe.tokenizer.path or start
+    first = _read(recipe, task, "train")
+    tokenizer = build_tokenizer(recipe.tokenizer, _texts(first, task), task.topology, task.extra_tokens)
+    labels = label_names(task, first)
+    model = build_model(recipe, task, tokenizer, labels)
+    labels = list(model.config.label2id) if labels else []
+    rows_of = partial(encode, task, tokenizer=tokenizer, recipe=recipe, labels=labels)
+    rows = [rows_of(examples) for examples in (first, _read(recipe, task, "validation"))]
+    train = _training_examples(recipe, task, tokenizer, first, rows[0], rows_of)
+    validation = build_examples(task, rows[1], tokenizer, recipe)
+    collator = task.collator(tokenizer)
+    updates = processes * recipe.gradient_accumulation_steps
+    return Parts(
+        model,
+        tokenizer,
+        build_loader(train, collator, recipe.max_tokens, seed=recipe.seed, multiple_of=updates),
+        build_loader(validation, collator, recipe.max_tokens, shuffle=False, multiple_of=processes),
+        fingerprint=fingerprint(rows),
+        score=lambda model: score_rows(model, task, validation, collator, recipe),
+        examples=len(train),
+    )
+
+
+def _read(recipe: Recipe, task: Task, split: str) -> Dataset:
+    """Return a split's examples; of training data that are read in windows, the first window."""
+    columns, optional = task.objective.columns, task.objective.optional
+    if split == "train" and recipe.data.window:
+        return first_window(open_stream(recipe.data, split, columns), recipe.data.window)
+    return load_split(recipe.data, split, columns, optional, recipe.seed)
+
+
+def _training_examples(
+    recipe: Recipe,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Dataset,
+    rows: Dataset,
+    rows_of: Callable[[Dataset], Dataset],
+) -> Examples | NextSentencePairs:
+    """Return what training draws its batches from: all rows, rows split anew in each epoch, or a window of a stream."""
+    dropout, window = recipe.tokenizer.dropout, recipe.data.window
+    if dropout:
+        if task.name != "seq2seq" or task.topology != "encoder_decoder" or recipe.data.max_length or window:
+            raise UserError(
+                "recipe key 'tokenizer.dropout' must be 0, unless the objective is seq2seq with an encoder-decoder and "
+                "data.max_length and data.window are null"
+            )
+        return RegularizedPairs(examples["source"], examples["target"], tokenizer, dropout, recipe.seed)
+    if window:
+        if has_classes(task) or task.name == "next_sentence":
+            raise UserError(f"recipe key 'data.window' must be null, as {task.name} has to see all examples")
+        stream = open_stream(recipe.data, "train", task.objective.columns)
+        return StreamedExamples(stream, window, rows_of, partial(row_lengths, task), recipe.seed)
+    return build_examples(task, rows, tokenizer, recipe)
+
+
+def _check_start(path: str) -> None:
+    """Name the recipe that trains the model to start from, where it has not been trained yet."""
+    name = Path(path).name
+    if not Path(path).exists() and name in recipe_names():
+        raise UserError(f"recipe key 'model.path': there is no '{path}' yet, make it with: triptych train {name}")
+
+
+def _texts(examples: Dataset, task: Task) -> Iterator[str]:
+    """All texts of the columns that the model reads."""
+    for column in task.objective.columns:
+        for value in examples[column] if column not in NOT_TEXT else ():
+            yield from [value] if isinstance(value, str) else value
+
+
+def fingerprint(splits: Any) -> str:
+    """Return a digest of all numbers in all columns of datasets of token ids."""
+    digest = hashlib.sha256()
+    for rows in splits:
+        table = rows.with_format("arrow")[:]
+        for name in sorted(table.column_names):
+            values = table[name].combine_chunks()
+            while hasattr(values, "offsets"):
+                digest.update(np.diff(values.offsets.to_numpy()).tobytes())
+                values = values.flatten()
+            digest.update(values.to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
+
+
+def build_model(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, labels: list[str]) -> PreTrainedModel:
+    """Return the objective's head with the recipe's fields and the tokenizer's ids, initialised or loaded.
+
+    Raises:
+        UserError: an unknown preset or field, or a value that the configuration refuses.
+    """
+    changes = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    if task.topology == "encoder_decoder":
+        changes["decoder_start_token_id"] = tokenizer.bos_token_id
+    if task.topology == "encoder" and tokenizer.mask_token is not None:
+        changes["mask_token_id"] = tokenizer.mask_token_id
+    if "token_type_ids" in tokenizer.model_input_names:
+        changes["type_vocab_size"] = 2
+    given = {name: value for name, value in recipe.model.items() if name not in ("preset", "path", "topology")}
+    _check_model_fields(given, task.topology)
+    heads = {"num_labels": 1, "problem_type": "regression"} if task.name == "regression" else {}
+    if labels:
+        heads = {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}
+    with as_user_error("recipe section 'model'"):
+        if path := recipe.model.get("path"):
+            model = task.head.from_pretrained(path, **given | heads)
+        else:
+            fields = changes | given | heads
+            preset = recipe.model.get("preset")
+            config = (
+                TriptychConfig.from_preset(preset, **fields)
+                if preset
+                else TriptychConfig(topology=task.topology, **fields)
+            )
+            model = task.head.from_config(config)
+        if model.can_generate():
+            model.generation_config.update(**vars(recipe.generation))
+            model.generation_config.validate()
+    return model
+
+
+def _check_model_fields(changes: dict[str, Any], topology: str) -> None:
+    """Refuse unknown fields: transformers keeps them as attributes, so that a typo would change nothing."""
+    stacks = {"encoder": TriptychEncoderConfig, "decoder": TriptychDecoderConfig}
+    known = {stack: {field.name for field in fields(config)} for stack, config in stacks.items()}
+    sections = {}
+    if topology == "encoder_decoder":
+        known[topology] = (
+            {field.name for field in fields(TriptychEncoderDecoderConfig)} | known["encoder"] | known["decoder"]
+        )
+        sections = {f"model.{stack}": (changes.get(stack) or {}, known[stack]) for stack in stacks}
+    sections["model"] = (changes, known[topology] | {"preset", "path", "topology"})
+    for section, (given, allowed) in sections.items():
+        for name in given:
+            if name not in allowed:
+                raise unknown_name("recipe key", f"{section}.{name}", [f"{section}.{field}" for field in allowed])

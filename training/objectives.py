@@ -1,0 +1,247 @@
+"""Objectives: which head learns what, from which columns, through which collator.
+
+| type | columns | source |
+|---|---|---|
+| `masked_lm`, `next_sentence` | text | Devlin et al. 2019, arXiv 1810.04805 |
+| `permutation_lm` | text | Yang et al. 2019, arXiv 1906.08237 |
+| `causal_lm` | text | Radford et al. 2018 |
+| `prefix_lm` | text | Raffel et al. 2020, arXiv 1910.10683, section 3.2 |
+| `span_corruption` | text | the same, section 3.1.4 |
+| `denoising` | text | Lewis et al. 2020, arXiv 1910.13461 |
+| `seq2seq` | source, target | Vaswani et al. 2017; as a decoder alone: Khandelwal et al. 2019, arXiv 1905.08836 |
+| `sequence_classification`, `regression` | text, label, and a text_pair where there is one | |
+| `token_classification` | tokens, labels | |
+| `question_answering` | question, context, answer, answer_start | Rajpurkar et al. 2016, arXiv 1606.05250 |
+| `multiple_choice` | text, choices, label | |
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerBase,
+)
+
+from triptych.training.batching import Examples, side_lengths
+from triptych.training.corruption import DenoisingCollator, SpanCorruptionCollator
+from triptych.training.encoding import (
+    Encoder,
+    encode_choices,
+    encode_classes,
+    encode_pairs,
+    encode_sentences,
+    encode_spans,
+    encode_texts,
+    encode_values,
+    encode_words,
+)
+from triptych.training.errors import UserError, unknown_name
+from triptych.training.labelling import (
+    MultipleChoiceCollator,
+    SequenceClassificationCollator,
+    SpanExtractionCollator,
+    TokenClassificationCollator,
+)
+from triptych.training.language_modeling import (
+    CausalLMCollator,
+    CausalSeq2SeqCollator,
+    PrefixLMCollator,
+    Seq2SeqCollator,
+)
+from triptych.training.masking import MaskedLMCollator, NextSentencePairs
+from triptych.training.permutation import PermutationLMCollator
+from triptych.training.recipe import Recipe, convert_fields
+from triptych.training.tokenization import MASK, SENTINELS, SEP
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a model learns.
+
+    Attributes:
+        heads: topology to the Auto class of its head; the first topology is the default.
+        collators: topology to its collator, or one collator for all.
+        columns, optional: what an example has.
+        encode: from columns of examples to columns of token ids.
+    """
+
+    heads: dict[str, type]
+    collator: type | dict[str, type]
+    columns: tuple[str, ...]
+    encode: Callable
+    optional: tuple[str, ...] = ()
+
+    def collator_class(self, topology: str) -> type:
+        """Return the class of the collator for a model of `topology`."""
+        return self.collator[topology] if isinstance(self.collator, dict) else self.collator
+
+
+# The special tokens that a collator needs.
+EXTRA_TOKENS = {
+    MaskedLMCollator: [MASK],
+    DenoisingCollator: [MASK],
+    PermutationLMCollator: [MASK],
+    SpanCorruptionCollator: SENTINELS,
+    CausalSeq2SeqCollator: [SEP],
+}
+TEXT = ("text",)
+CLASSIFIERS = {"encoder": AutoModelForSequenceClassification, "decoder": AutoModelForSequenceClassification}
+OBJECTIVES = {
+    "masked_lm": Objective({"encoder": AutoModelForMaskedLM}, MaskedLMCollator, TEXT, encode_texts),
+    "next_sentence": Objective({"encoder": AutoModelForPreTraining}, MaskedLMCollator, TEXT, encode_sentences),
+    "permutation_lm": Objective({"encoder": AutoModelForMaskedLM}, PermutationLMCollator, TEXT, encode_texts),
+    "causal_lm": Objective({"decoder": AutoModelForCausalLM}, CausalLMCollator, TEXT, encode_texts),
+    "prefix_lm": Objective(
+        {"decoder": AutoModelForCausalLM, "encoder_decoder": AutoModelForSeq2SeqLM},
+        PrefixLMCollator,
+        TEXT,
+        encode_texts,
+    ),
+    "span_corruption": Objective(
+        {"encoder_decoder": AutoModelForSeq2SeqLM}, SpanCorruptionCollator, TEXT, encode_texts
+    ),
+    "denoising": Objective({"encoder_decoder": AutoModelForSeq2SeqLM}, DenoisingCollator, TEXT, encode_texts),
+    "seq2seq": Objective(
+        {"encoder_decoder": AutoModelForSeq2SeqLM, "decoder": AutoModelForCausalLM},
+        {"encoder_decoder": Seq2SeqCollator, "decoder": CausalSeq2SeqCollator},
+        ("source", "target"),
+        encode_pairs,
+    ),
+    "sequence_classification": Objective(
+        CLASSIFIERS, SequenceClassificationCollator, ("text", "label"), encode_classes, ("text_pair",)
+    ),
+    "regression": Objective(
+        CLASSIFIERS, SequenceClassificationCollator, ("text", "label"), encode_values, ("text_pair",)
+    ),
+    "token_classification": Objective(
+        {"encoder": AutoModelForTokenClassification, "decoder": AutoModelForTokenClassification},
+        TokenClassificationCollator,
+        ("tokens", "labels"),
+        encode_words,
+    ),
+    "question_answering": Objective(
+        {"encoder": AutoModelForQuestionAnswering},
+        SpanExtractionCollator,
+        ("question", "context", "answer", "answer_start"),
+        encode_spans,
+    ),
+    "multiple_choice": Objective(
+        {"encoder": AutoModelForMultipleChoice}, MultipleChoiceCollator, ("text", "choices", "label"), encode_choices
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe's objective, with its topology and the options of its collator."""
+
+    name: str
+    objective: Objective
+    topology: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def extra_tokens(self) -> list[str]:
+        """Special tokens that the tokenizer needs."""
+        return EXTRA_TOKENS.get(self.objective.collator_class(self.topology), [])
+
+    @property
+    def head(self) -> type:
+        """The Auto class of the model."""
+        return self.objective.heads[self.topology]
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable:
+        """Return the objective's collator."""
+        return self.objective.collator_class(self.topology)(tokenizer, **self.options)
+
+
+def read_task(recipe: Recipe) -> Task:
+    """Return what `recipe` says of its objective.
+
+    Raises:
+        UserError: an unknown objective or option, or a topology that the objective does not have.
+    """
+    options = dict(recipe.objective)
+    name = options.pop("type", None)
+    if name not in OBJECTIVES:
+        raise unknown_name("objective", str(name), OBJECTIVES)
+    objective = OBJECTIVES[name]
+    topology = recipe.model.get("topology", next(iter(objective.heads)))
+    if topology not in objective.heads:
+        raise UserError(f"objective '{name}' has the topology {' or '.join(objective.heads)}, not '{topology}'")
+    collator = objective.collator_class(topology)
+    implied = {"encoder_decoder": topology == "encoder_decoder"} if name == "prefix_lm" else {}
+    options = convert_fields(collator, options, "objective.", leave_out=("tokenizer", *implied))
+    return Task(name, objective, topology, options | implied)
+
+
+def encode(task: Task, examples: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, labels: Sequence[str]):
+    """Return the rows of token ids that the task's collator reads.
+
+    Args:
+        labels: names of the classes, in the order of their numbers; empty where the objective has none.
+    """
+    data = recipe.data
+    if data.pack and (task.name != "causal_lm" or not data.max_length):
+        raise UserError(
+            "recipe key 'data.pack' must be false, unless the objective is causal_lm with a data.max_length"
+        )
+    parts = tuple(
+        part
+        for part, option in (("word_ids", "whole_word"), ("sentence_ids", "permute_sentences"))
+        if task.options.get(option)
+    )
+    encoder = Encoder(tokenizer, task.topology, data.max_length, data.pack, parts, tuple(labels))
+    return examples.map(
+        task.objective.encode,
+        batched=True,
+        with_indices=task.objective.encode is encode_sentences,
+        fn_kwargs={"encoder": encoder},
+        remove_columns=examples.column_names,
+        num_proc=data.num_proc,
+    )
+
+
+def has_classes(task: Task) -> bool:
+    """Whether the objective's labels are names of classes."""
+    return task.name in ("sequence_classification", "token_classification")
+
+
+def label_names(task: Task, examples: Dataset) -> list[str]:
+    """Return the names of the classes that `examples` hold, sorted; none where the objective has no classes."""
+    if not has_classes(task):
+        return []
+    if task.name == "sequence_classification":
+        return sorted({str(label) for label in examples["label"]})
+    return sorted({label for labels in examples["labels"] for label in labels})
+
+
+def build_examples(
+    task: Task, rows: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
+) -> Examples | NextSentencePairs:
+    """Return rows of token ids with the seeds that they draw from and the lengths that batches are made by."""
+    if task.name == "next_sentence":
+        length = recipe.data.max_length or 512
+        pairs = NextSentencePairs(rows, tokenizer, length, recipe.seed)
+        pairs.lengths = np.full((1, len(pairs)), length)  # a bound: each epoch has other pairs
+        return pairs
+    return Examples(rows, row_lengths(task, rows), recipe.seed)
+
+
+def row_lengths(task: Task, rows: Dataset) -> np.ndarray:
+    """Return what each row costs in tokens, on each side that the model reads: [sides, rows]."""
+    lengths = side_lengths(rows)
+    if task.name == "seq2seq" and task.topology == "decoder":
+        return lengths.sum(0, keepdims=True)  # the target follows its source
+    return lengths
