@@ -9,7 +9,7 @@
 | `csv` | a row under a header line | `.csv` |
 | `json`, `parquet` | a row with named columns | `.jsonl`, `.json`, `.parquet` |
 | `conllu` | a sentence of Universal Dependencies: `tokens` (FORM), `labels` (UPOS) and `text` | `.conllu` |
-| `babi` | a question with the story so far: `text_pair` and `text`, and its answer, `label` (Weston et al. 2016) | |
+| `babi` | a story of bAbI (Weston et al. 2016): `tokens`, and as `labels` each answer at its question's `?` | |
 
 Files given side by side hold a column each: line N of each is an example. Each but parquet may be gzipped (`.gz`).
 Text is UTF-8.
@@ -266,17 +266,17 @@ def _read_conllu(path: Path, *_: Any) -> Dataset:
 
 
 def _read_babi(path: Path, *_: Any) -> Dataset:
-    rows, story = [], []
+    rows = []
     for number, line in enumerate(read_lines(path), start=1):
         index, space, text = line.partition(" ")
         if not space or not index.isdigit():
             raise UserError(f"data file '{path}', line {number} does not begin with the number of a sentence")
-        story = [] if index == "1" else story
-        question, *answer = text.split("\t")
-        if answer:
-            rows.append({"text": question.strip(), "text_pair": " ".join(story), "label": answer[0]})
-        else:
-            story.append(text)
+        if index == "1":
+            rows.append({"tokens": [], "labels": []})
+        sentence, *answer = text.split("\t")
+        tokens = re.findall(r"\w+|[^\w\s]", sentence)
+        rows[-1]["tokens"] += tokens
+        rows[-1]["labels"] += [""] * (len(tokens) - 1) + answer[:1] if answer else [""] * len(tokens)
     return Dataset.from_list(rows)
 
 
@@ -334,14 +334,18 @@ def clean(dataset: Dataset | IterableDataset, recipe: DataRecipe) -> Dataset | I
     """Join subwords and lower-case, where the recipe says so."""
     if not recipe.joiner and not recipe.lowercase:
         return dataset
-    joint = re.compile(re.escape(recipe.joiner) + "( |$)") if recipe.joiner else None
-
-    def clean_value(value: str | list) -> str | list:
-        if isinstance(value, list):
-            return [clean_value(text) for text in value]
-        value = joint.sub("", value) if joint else value
-        return value.lower() if recipe.lowercase else value
-
     present = dataset.column_names or next(iter(dataset))  # a stream need not know its columns
     names = [name for name in present if name not in NOT_TEXT]
-    return dataset.map(lambda rows: {name: clean_value(rows[name]) for name in names}, batched=True)
+    options = {"names": names, "joiner": recipe.joiner, "lowercase": recipe.lowercase}
+    return dataset.map(_clean_columns, batched=True, fn_kwargs=options)
+
+
+def _clean_columns(rows: dict[str, list], names: list[str], joiner: str | None, lowercase: bool) -> dict[str, list]:
+    return {name: _clean_value(rows[name], joiner, lowercase) for name in names}
+
+
+def _clean_value(value: str | list, joiner: str | None, lowercase: bool) -> str | list:
+    if isinstance(value, list):
+        return [_clean_value(text, joiner, lowercase) for text in value]
+    value = re.sub(re.escape(joiner) + "( |$)", "", value) if joiner else value
+    return value.lower() if lowercase else value

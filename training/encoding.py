@@ -36,7 +36,7 @@ class Encoder:
         return self.tokenizer(*texts, truncation=self.max_length is not None, max_length=self.max_length, **options)
 
     def number(self, label: Any) -> int:
-        """Return the number of a class, -100 where training has not seen it."""
+        """Return the number of a class, -100 where training has not seen it, or where it is empty."""
         return self.labels.index(str(label)) if str(label) in self.labels else -100
 
 
@@ -139,7 +139,8 @@ def _texts(examples: Columns, encoder: Encoder) -> Columns:
 
 
 def encode_words(examples: Columns, encoder: Encoder) -> Columns:
-    """Turn `tokens` into subwords, the first of which carries the word's label: the others have -100."""
+    """Turn `tokens` into subwords, the first of which carries the word's label: the others have -100, as have words
+    without a label."""
     # Written as in running text, where all words but the first follow a space.
     words = [[" " * (place > 0) + word for place, word in enumerate(tokens)] for tokens in examples["tokens"]]
     encoded = encoder(words, is_split_into_words=True)

@@ -224,7 +224,7 @@ def label_names(task: Task, examples: Dataset) -> list[str]:
         return []
     if task.name == "sequence_classification":
         return sorted({str(label) for label in examples["label"]})
-    return sorted({label for labels in examples["labels"] for label in labels})
+    return sorted({label for labels in examples["labels"] for label in labels if label})
 
 
 def build_examples(

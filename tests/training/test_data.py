@@ -183,14 +183,15 @@ def test_sentences_of_universal_dependencies(tmp_path):
         read(tmp_path, "1\tDo\n", ["tokens", "labels"], name="a.conllu")
 
 
-def test_questions_about_stories(tmp_path):
-    content = "1 Mary went home.\n2 Where is Mary?\thome\t1\n3 She left.\n4 Where?\tout\t1 3\n1 Hi.\n2 Who?\tno\t1\n"
-    rows = read(tmp_path, content, ["text", "label"], format="babi", optional=["text_pair"])
-    assert rows["text"] == ["Where is Mary?", "Where?", "Who?"]
-    assert rows["text_pair"] == ["Mary went home.", "Mary went home. She left.", "Hi."]
-    assert rows["label"] == ["home", "out", "no"]
+def test_stories_with_their_questions(tmp_path):
+    content = "1 Mary went home.\n2 Where is Mary?\thome\t1\n3 She's left.\n4 Where?\tn,w\t1 3\n1 Hi.\n"
+    rows = read(tmp_path, content, ["tokens", "labels"], format="babi")
+    first, second = (dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True))
+    assert " ".join(first["tokens"]) == "Mary went home . Where is Mary ? She ' s left . Where ?"
+    assert {place: label for place, label in enumerate(first["labels"]) if label} == {7: "home", 14: "n,w"}
+    assert second == {"tokens": ["Hi", "."], "labels": ["", ""]}
     with pytest.raises(UserError, match="line 1 does not begin with the number of a sentence"):
-        read(tmp_path, "Hi.\n", ["text", "label"], format="babi")
+        read(tmp_path, "Hi.\n", ["tokens", "labels"], format="babi")
 
 
 def test_subwords_are_joined_and_text_lower_cased(tmp_path):

@@ -147,6 +147,12 @@ def test_the_first_subword_carries_the_label():
     assert row == {"input_ids": "<s> ab Ġ c </s>", "labels": [-100, 0, 1, -100, -100]}
 
 
+def test_a_word_without_a_label_is_not_learnt():
+    tokens = {"tokens": [["a", "b", "c"]], "labels": [["", "Y", ""]]}
+    (row,) = rows_of("token_classification", tokens)
+    assert row == {"input_ids": "<s> a b c </s>", "labels": [-100, -100, 0, -100, -100]}
+
+
 def test_an_answer_becomes_its_first_and_last_token():
     examples = {
         "question": ["a b", "a"],
