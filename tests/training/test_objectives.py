@@ -33,6 +33,12 @@ def folder(tmp_path_factory):
     return write_files(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """A curve takes as long to draw as these trainings take; test_run and test_plots draw them."""
+    monkeypatch.setattr("triptych.training.run.plot_losses", lambda *_: None)
+
+
 @pytest.mark.parametrize(("name", "topology"), EVERY)
 def test_train_save_load_score(folder, tmp_path, name, topology):
     recipe = make_recipe(folder, tmp_path, name, topology)

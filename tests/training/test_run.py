@@ -1,9 +1,6 @@
 """Whole trainings of a tiny model: what they leave behind, and what may not change their results."""
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -207,21 +204,6 @@ def test_evaluation_reports_scores_with_signatures(tiny_recipe):
     assert scores["chrf_signature"].startswith("nrefs:1")
 
 
-def launch(processes, recipe_changes, tmp_path):
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    result = subprocess.run(
-        [sys.executable, *launcher, "-m", "triptych.training.cli", "train", "dates", *recipe_changes],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stderr
-
-
 def test_counts(tiny_recipe):
     """Items are target tokens with their end, tokens are source tokens with theirs; pads are neither."""
     run = train(tiny_recipe("max_steps=5", "validate_every=5"))
@@ -258,22 +240,6 @@ def test_losses_are_those_of_before(tiny_recipe):
     expected = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
     for row, values in zip(golden_rows(tiny_recipe(*GOLDEN_CHANGES)), expected, strict=True):
         assert row == pytest.approx(values, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one_with_accumulation(tiny_changes, tiny_recipe, tmp_path):
-    """A launch that silently runs one process would pass the comparison, so the count is asserted first."""
-    said = launch(2, tiny_changes, tmp_path)
-    assert "2 process(es)" in said
-    two = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    parameters = load_file(tmp_path / "run" / "model.safetensors")
-
-    one = train(tiny_recipe("gradient_accumulation_steps=2", "overwrite=true"))
-    for row, expected in zip(two, read_metrics(one.folder / "metrics.jsonl"), strict=True):
-        for key in {"step", "epoch", "loss", "grad_norm", "items", "tokens", "validation_loss"} & set(expected):
-            assert row[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), json.dumps([key, row, expected])
-    for name, tensor in load_file(one.folder / "model.safetensors").items():
-        torch.testing.assert_close(parameters[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""Every objective: two processes, replicated (DDP) or sharded (FSDP2), are one that accumulates two batches."""
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_files import EVERY, make_recipe, write_files
+
+from triptych.training import run as run_module
+from triptych.training.recipe import save_recipe
+from triptych.training.reporting import read_metrics
+
+WORKER = Path(__file__).with_name("processes_worker.py")
+CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
+# How `run.json` calls an engine, to its launch configuration and what it needs to run on CPUs.
+ENGINES = {
+    "replicas": ("ddp.yaml", {"ACCELERATE_USE_CPU": "true"}),
+    "FSDP": ("fsdp2.yaml", {"ACCELERATE_TORCH_DEVICE": "cpu"}),
+}
+# AdamW divides a gradient by its size, so that where it is next to zero its rounding decides the sign of the update.
+# An epsilon above such gradients makes the update as smooth in them as the loss is. An epoch has two updates or more.
+SETTINGS = ["model.hidden_dropout=0.0", "adam_epsilon=1e-3", "learning_rate=3e-3", "warmup_steps=1"]
+SETTINGS += ["max_tokens=160", "max_steps=5", "validate_every=5"]
+COMPARED = ("step", "epoch", "loss", "grad_norm", "items", "tokens", "validation_loss")
+
+
+def launch(engine: str, recipes: list[Path], cwd: Path) -> None:
+    config, needed = ENGINES[engine]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)]
+    command += ["--mixed_precision", "no", "--main_process_port", str(port), str(WORKER), engine, *map(str, recipes)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    environment |= needed | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_files(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module", params=["replicas", pytest.param("FSDP", marks=pytest.mark.slow)])
+def pairs(request, data, tmp_path_factory):
+    """An engine, and the folder in which it has trained every objective on two processes, in one launch."""
+    folder, recipes = tmp_path_factory.mktemp(request.param), []
+    for name, topology in EVERY:
+        place = folder / f"{name}-{topology}"
+        place.mkdir()
+        save_recipe(make_recipe(data, place, name, topology, *SETTINGS), place / "full.yaml")
+        recipes.append(place / "full.yaml")
+    launch(request.param, recipes, folder)
+    return request.param, folder
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """Returns the folder of one process' run that accumulates two batches."""
+
+    @functools.cache
+    def run(name, topology):
+        recipe = make_recipe(data, tmp_path_factory.mktemp("alone"), name, topology, *SETTINGS)
+        recipe.gradient_accumulation_steps = 2
+        return run_module.train(recipe).folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "plot_losses", lambda *_: None)  # takes longer than the training
+        yield run
+
+
+@pytest.mark.parametrize(("name", "topology"), EVERY)
+def test_two_processes_equal_one_that_accumulates(pairs, alone, name, topology):
+    """A launch that silently runs one process, or another engine, would pass the comparison."""
+    engine, folder = pairs
+    pair = folder / f"{name}-{topology}" / "run"
+    record = json.loads((pair / "run.json").read_text())
+    assert (record["processes"], record["engine"]) == (2, engine)
+    one = alone(name, topology)
+    rows, expected = (read_metrics(folder / "metrics.jsonl") for folder in (pair, one))
+    assert len(rows) == 6
+    for row, other in zip(rows, expected, strict=True):
+        for key in set(COMPARED) & set(other):
+            assert row[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), (key, row, other)
+    weights = load_file(pair / "model.safetensors")
+    for tensor_name, tensor in load_file(one / "model.safetensors").items():
+        torch.testing.assert_close(
+            weights[tensor_name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, at=tensor_name: f"{at}: {text}"
+        )
