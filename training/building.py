@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.utils import set_seed
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from triptych import TriptychConfig, TriptychDecoderConfig, TriptychEncoderConfig, TriptychEncoderDecoderConfig
 from triptych.configs import recipe_names
@@ -30,6 +31,7 @@ from triptych.training.objectives import (
     row_lengths,
 )
 from triptych.training.recipe import Recipe
+from triptych.training.renaming import RenamedExamples
 from triptych.training.streaming import StreamedExamples, first_window, open_stream
 from triptych.training.subwords import RegularizedPairs
 from triptych.training.tokenization import build_tokenizer
@@ -75,7 +77,9 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     labels = list(model.config.label2id) if labels else []
     rows_of = partial(encode, task, tokenizer=tokenizer, recipe=recipe, labels=labels)
     rows = [rows_of(examples) for examples in (first, _read(recipe, task, "validation"))]
-    train = _training_examples(recipe, task, tokenizer, first, rows[0], rows_of)
+    if task.name == "regression":
+        _start_at_mean(model, rows[0], recipe)
+    train = _training_examples(recipe, task, tokenizer, first, rows[0], rows_of, labels)
     validation = build_examples(task, rows[1], tokenizer, recipe)
     collator = task.collator(tokenizer)
     updates = processes * recipe.gradient_accumulation_steps
@@ -88,6 +92,13 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
         score=lambda model: score_rows(model, task, validation, collator, recipe),
         examples=len(train),
     )
+
+
+def _start_at_mean(model: PreTrainedModel, rows: Dataset, recipe: Recipe) -> None:
+    """Let a new head's bias be the mean of what it is to learn, which it would take many small steps to reach."""
+    start = recipe.model.get("path")
+    if not start or type(model).__name__ not in (AutoConfig.from_pretrained(start).architectures or []):
+        torch.nn.init.constant_(model.classifier.bias, float(np.mean(rows["labels"])))
 
 
 def _read(recipe: Recipe, task: Task, split: str) -> Dataset:
@@ -105,9 +116,10 @@ def _training_examples(
     examples: Dataset,
     rows: Dataset,
     rows_of: Callable[[Dataset], Dataset],
+    labels: list[str],
 ) -> Examples | NextSentencePairs:
     """Return what training draws its batches from: all rows, rows split anew in each epoch, or a window of a stream."""
-    dropout, window = recipe.tokenizer.dropout, recipe.data.window
+    dropout, window, groups = recipe.tokenizer.dropout, recipe.data.window, recipe.data.interchangeable
     if dropout:
         if task.name != "seq2seq" or task.topology != "encoder_decoder" or recipe.data.max_length or window:
             raise UserError(
@@ -120,6 +132,10 @@ def _training_examples(
             raise UserError(f"recipe key 'data.window' must be null, as {task.name} has to see all examples")
         stream = open_stream(recipe.data, "train", task.objective.columns)
         return StreamedExamples(stream, window, rows_of, partial(row_lengths, task), recipe.seed)
+    if groups:
+        if task.name != "token_classification":
+            raise UserError(f"recipe key 'data.interchangeable' must be empty, as {task.name} does not label words")
+        return RenamedExamples(rows, row_lengths(task, rows), recipe.seed, groups, tokenizer, labels)
     return build_examples(task, rows, tokenizer, recipe)
 
 

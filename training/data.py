@@ -142,7 +142,7 @@ def _read(source: SourceRecipe, columns: Sequence[str], optional: Sequence[str],
     paths = [find_file(name) for name in names]
     renamed = recipe.columns | source.columns
     if len(paths) > 1:
-        dataset = _read_side_by_side(paths, columns)
+        dataset = _read_side_by_side(paths, [*columns, *optional][: max(len(columns), len(paths))])
     else:
         read = READERS[format_of(paths[0], source, recipe)]
         names = [renamed.get(column, column) for column in columns]

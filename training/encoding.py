@@ -43,8 +43,11 @@ class Encoder:
 def encode_texts(examples: Columns, encoder: Encoder) -> Columns:
     """Cut running text into rows of at most `max_length` tokens, with the special tokens of the topology.
 
-    A decoder's row begins with the last token of the row before, so that every token is predicted once.
+    A decoder's row begins with the last token of the row before, so that every token is predicted once. Where there is
+    a `text_pair`, a row is both texts.
     """
+    if "text_pair" in examples:
+        return _texts(examples, encoder)
     tokenizer = encoder.tokenizer
     encoded = tokenizer(examples["text"], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     rows: list[dict[str, list[int]]] = []
@@ -134,6 +137,8 @@ def encode_values(examples: Columns, encoder: Encoder) -> Columns:
 
 
 def _texts(examples: Columns, encoder: Encoder) -> Columns:
+    if None in examples.get("text_pair", ()):
+        raise UserError("some examples have a text_pair and others have none: all must have it, or none")
     encoded = encoder(*(examples[name] for name in ("text", "text_pair") if name in examples))
     return {name: encoded[name] for name in ("input_ids", "token_type_ids") if name in encoded}
 

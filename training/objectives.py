@@ -2,7 +2,7 @@
 
 | type | columns | source |
 |---|---|---|
-| `masked_lm`, `next_sentence` | text | Devlin et al. 2019, arXiv 1810.04805 |
+| `masked_lm`, `next_sentence` | text (`masked_lm`: perhaps a text_pair) | Devlin et al. 2019, arXiv 1810.04805 |
 | `permutation_lm` | text | Yang et al. 2019, arXiv 1906.08237 |
 | `causal_lm` | text | Radford et al. 2018 |
 | `prefix_lm` | text | Raffel et al. 2020, arXiv 1910.10683, section 3.2 |
@@ -98,7 +98,7 @@ EXTRA_TOKENS = {
 TEXT = ("text",)
 CLASSIFIERS = {"encoder": AutoModelForSequenceClassification, "decoder": AutoModelForSequenceClassification}
 OBJECTIVES = {
-    "masked_lm": Objective({"encoder": AutoModelForMaskedLM}, MaskedLMCollator, TEXT, encode_texts),
+    "masked_lm": Objective({"encoder": AutoModelForMaskedLM}, MaskedLMCollator, TEXT, encode_texts, ("text_pair",)),
     "next_sentence": Objective({"encoder": AutoModelForPreTraining}, MaskedLMCollator, TEXT, encode_sentences),
     "permutation_lm": Objective({"encoder": AutoModelForMaskedLM}, PermutationLMCollator, TEXT, encode_texts),
     "causal_lm": Objective({"decoder": AutoModelForCausalLM}, CausalLMCollator, TEXT, encode_texts),

@@ -59,6 +59,7 @@ class DataRecipe:
         num_proc: processes that tokenise.
         window: training examples to hold in memory at a time; null reads all of them at the start. A window takes an
             epoch's place: batches are shuffled within it, and the tokenizer is trained on the first one.
+        interchangeable: groups of words that change places in training, see `triptych.training.renaming`.
         dates: split name to number of examples, see `triptych.training.dates`.
     """
 
@@ -72,6 +73,7 @@ class DataRecipe:
     pack: bool = False
     num_proc: int | None = None
     window: int | None = None
+    interchangeable: list[list[str]] = field(default_factory=list)
     dates: dict[str, int] = field(default_factory=dict)
 
 

@@ -77,6 +77,13 @@ def test_no_token_is_lost_or_predicted_twice(lengths, max_length):
             assert tokenizer.convert_ids_to_tokens(kept) == " ".join(texts).split()
 
 
+def test_two_texts_in_one_row():
+    (row,) = rows_of("masked_lm", {"text": ["a b"], "text_pair": ["c"]})
+    assert row == {"input_ids": "<s> a b </s> c </s>", "token_type_ids": [0, 0, 0, 0, 1, 1]}
+    with pytest.raises(UserError, match="some examples have a text_pair and others have none"):
+        rows_of("masked_lm", {"text": ["a b", "a"], "text_pair": ["c", None]})
+
+
 def test_packed_rows_hold_whole_texts():
     rows = rows_of("causal_lm", {"text": ["a b", "c", "d e f", "a"]}, max_length=7, pack=True)
     assert [(row["input_ids"], row["seq_idx"]) for row in rows] == [

@@ -126,6 +126,19 @@ def test_a_trained_model_is_the_start_of_another_objective(folder, tmp_path):
         build_parts(make_recipe(folder, tmp_path, "masked_lm", "encoder", "model.path=runs/dates"), 1)
 
 
+def test_a_new_head_regresses_from_the_mean(folder, tmp_path):
+    recipe = make_recipe(folder, tmp_path, "regression", "encoder", "max_steps=1", "learning_rate=1e-9")
+    values = [float(line.split("\t")[1]) for line in (folder / "values.tsv").read_text().splitlines()]
+    parts = build_parts(recipe, processes=1)
+    assert parts.model.classifier.bias.item() == pytest.approx(sum(values) / len(values))
+    with torch.no_grad():
+        parts.model.classifier.bias.fill_(7.0)
+    parts.model.save_pretrained(tmp_path / "start")
+    parts.tokenizer.save_pretrained(tmp_path / "start")
+    again = build_parts(make_recipe(folder, tmp_path, "regression", "encoder", f"model.path={tmp_path}/start"), 1)
+    assert again.model.classifier.bias.item() == 7.0  # a trained head goes on from where it was
+
+
 def test_the_fingerprint_is_of_the_numbers():
     def digest(**columns):
         return fingerprint([Dataset.from_dict(columns)])
