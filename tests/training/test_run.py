@@ -1,12 +1,10 @@
 """Whole trainings of a tiny model: what they leave behind, and what may not change their results."""
 
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -16,7 +14,7 @@ from triptych.training.errors import UserError
 from triptych.training.evaluation import evaluate_examples, examples_to_score, generate_texts, load_model
 from triptych.training.loop import TrainingLoop
 from triptych.training.recipe import load_recipe
-from triptych.training.reporting import METRICS_FILE, read_metrics
+from triptych.training.reporting import read_metrics
 from triptych.training.run import train
 
 
@@ -222,28 +220,3 @@ def test_trackers_get_what_the_metrics_file_gets(tiny_recipe):
         assert values == pytest.approx(metrics_of(run, key))
     with pytest.raises(UserError, match="'report_to': Unsupported logging capability: paper"):
         train(tiny_recipe("report_to=[paper]", "overwrite=true"))
-
-
-GOLDEN_CHANGES = ("max_steps=20", "validate_every=10")
-GOLDEN = Path(__file__).parent / "golden" / "dates.jsonl"
-
-
-def golden_rows(recipe):
-    keys = ("step", "loss", "grad_norm", "learning_rate", "items", "tokens", "validation_loss")
-    return [{key: row[key] for key in keys if key in row} for row in read_metrics(train(recipe).folder / METRICS_FILE)]
-
-
-def test_losses_are_those_of_before(tiny_recipe):
-    """What twenty updates gave when the file was written; sums in another order move them in the seventh digit, which
-    twenty updates of a smooth loss do not carry to the fourth. To write it anew: python tests/training/test_run.py
-    """
-    expected = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
-    for row, values in zip(golden_rows(tiny_recipe(*GOLDEN_CHANGES)), expected, strict=True):
-        assert row == pytest.approx(values, rel=1e-4)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
-        rows = golden_rows(load_recipe("dates", [*TINY, *GOLDEN_CHANGES, f"output={place}/run"]))
-    GOLDEN.write_text("".join(json.dumps(row) + "\n" for row in rows))
