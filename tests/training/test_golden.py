@@ -44,11 +44,11 @@ def golden_rows(name, folder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_of_before(name, tmp_path):
-    """Sums in another order move a loss in its seventh digit, which twenty updates do not carry to the fourth; norms
-    of gradients near zero are compared as far as they count."""
+    """With other vector instructions, sums in another order move a loss in its seventh digit, which twenty updates
+    carry to the fourth (1.02e-4 measured between AVX-512 and AVX2); another draw or rule moves it in the second."""
     expected = [json.loads(line) for line in (GOLDEN / f"{name}.jsonl").read_text().splitlines()]
     for row, values in zip(golden_rows(name, tmp_path), expected, strict=True):
-        assert row == pytest.approx(values, rel=1e-4, abs=1e-5)
+        assert row == pytest.approx(values, rel=1e-3, abs=1e-5)
 
 
 if __name__ == "__main__":
