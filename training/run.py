@@ -57,6 +57,8 @@ MAY_CHANGE = {
     "max_steps",
 }
 STRETCHED_SCHEDULES = ("cosine", "linear")
+# What the data that are compared do not show: how examples are drawn from them.
+DRAWS = (("tokenizer", "dropout"), ("data", "interchangeable"), ("data", "window"))
 
 
 @dataclass
@@ -235,6 +237,8 @@ def find_changes(recipe: Recipe, config: PreTrainedConfig, facts: dict[str, Any]
     now, then = asdict(recipe), yaml.safe_load((output / RECIPE_FILE).read_text(encoding="utf-8"))
     fixed = set(now) & set(then) - MAY_CHANGE | ({"max_steps"} if recipe.schedule in STRETCHED_SCHEDULES else set())
     compared = {key: (now[key], then[key]) for key in now if key in fixed}
+    for section, key in DRAWS:
+        compared[f"{section}.{key}"] = now[section][key], then[section].get(key)
     old_config = flatten(type(config).from_pretrained(checkpoint / MODEL).to_dict(), "model.")
     config = flatten(config.to_dict(), "model.")
     compared |= {key: (config.get(key), old_config.get(key)) for key in {**config, **old_config}}

@@ -195,6 +195,7 @@ def test_another_architecture_data_or_setting_is_refused_with_what_differs(unfin
         (["schedule=linear", "max_steps=12"], "schedule is 'linear' instead of 'inverse_sqrt'"),
         (["warmup_steps=3", "seed=7"], "seed is 7 instead of 1; warmup_steps is 3 instead of 2"),
         (["label_smoothing=0.1"], "label_smoothing is 0.1 instead of 0.0"),
+        (["tokenizer.dropout=0.1", "tokenizer.type=bpe"], "tokenizer.dropout is 0.1 instead of 0.0"),
     ]:
         with pytest.raises(UserError, match=r"run' cannot be continued, as .*: change that back, choose") as error:
             train(recipe(*changes))
