@@ -1,6 +1,5 @@
 """What a recipe asks for, built: data, tokenizer, model and loaders."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
@@ -17,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from triptych import TriptychConfig, TriptychDecoderConfig, TriptychEncoderConfig, TriptychEncoderDecoderConfig
 from triptych.configs import recipe_names
 from triptych.training.batching import Examples, build_loader
-from triptych.training.data import NOT_TEXT, load_split
+from triptych.training.data import NOT_TEXT, digest_of, load_split
 from triptych.training.errors import UserError, as_user_error, unknown_name
 from triptych.training.evaluation import score_rows
 from triptych.training.masking import NextSentencePairs
@@ -88,7 +87,7 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
         tokenizer,
         build_loader(train, collator, recipe.max_tokens, seed=recipe.seed, multiple_of=updates),
         build_loader(validation, collator, recipe.max_tokens, shuffle=False, multiple_of=processes),
-        fingerprint=fingerprint(rows),
+        fingerprint=digest_of(rows),
         score=lambda model: score_rows(model, task, validation, collator, recipe),
         examples=len(train),
     )
@@ -151,20 +150,6 @@ def _texts(examples: Dataset, task: Task) -> Iterator[str]:
     for column in task.objective.columns:
         for value in examples[column] if column not in NOT_TEXT else ():
             yield from [value] if isinstance(value, str) else value
-
-
-def fingerprint(splits: Any) -> str:
-    """Return a digest of all numbers in all columns of datasets of token ids."""
-    digest = hashlib.sha256()
-    for rows in splits:
-        table = rows.with_format("arrow")[:]
-        for name in sorted(table.column_names):
-            values = table[name].combine_chunks()
-            while hasattr(values, "offsets"):
-                digest.update(np.diff(values.offsets.to_numpy()).tobytes())
-                values = values.flatten()
-            digest.update(values.to_numpy(zero_copy_only=False).tobytes())
-    return digest.hexdigest()
 
 
 def build_model(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, labels: list[str]) -> PreTrainedModel:

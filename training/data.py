@@ -17,13 +17,16 @@ Text is UTF-8.
 
 import csv
 import gzip
+import hashlib
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
@@ -135,6 +138,24 @@ def read_lines(path: Path) -> list[str]:
     Only a line feed (or carriage return and line feed) ends a line: text may hold other Unicode separators.
     """
     return [line.removesuffix("\r") for line in read_text(path).removesuffix("\n").split("\n")]
+
+
+def digest_of(datasets: Iterable[Dataset]) -> str:
+    """Return a hash of all that the columns of `datasets` hold, texts and numbers."""
+    digest = hashlib.sha256()
+    for dataset in datasets:
+        table = dataset.with_format("arrow")[:]
+        for name in sorted(table.column_names):
+            values = table[name].combine_chunks()
+            digest.update(name.encode())
+            while pa.types.is_list(values.type):
+                digest.update(np.diff(values.offsets.to_numpy()).tobytes())
+                values = values.flatten()
+            if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+                digest.update("\0".join(str(value) for value in values.to_pylist()).encode())
+            else:
+                digest.update(values.to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
 
 
 def _read(source: SourceRecipe, columns: Sequence[str], optional: Sequence[str], recipe: DataRecipe) -> Dataset:

@@ -15,8 +15,11 @@
 | `multiple_choice` | text, choices, label | |
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,7 @@ from transformers import (
 
 from triptych.training.batching import Examples, side_lengths
 from triptych.training.corruption import DenoisingCollator, SpanCorruptionCollator
+from triptych.training.data import digest_of
 from triptych.training.encoding import (
     Encoder,
     encode_choices,
@@ -46,7 +50,7 @@ from triptych.training.encoding import (
     encode_values,
     encode_words,
 )
-from triptych.training.errors import UserError, unknown_name
+from triptych.training.errors import UserError, as_user_error, unknown_name
 from triptych.training.labelling import (
     MultipleChoiceCollator,
     SequenceClassificationCollator,
@@ -62,7 +66,7 @@ from triptych.training.language_modeling import (
 from triptych.training.masking import MaskedLMCollator, NextSentencePairs
 from triptych.training.permutation import PermutationLMCollator
 from triptych.training.recipe import Recipe, convert_fields
-from triptych.training.tokenization import MASK, SENTINELS, SEP
+from triptych.training.tokenization import MASK, SENTINELS, SEP, tokenizer_digest
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,18 @@ def encode(task: Task, examples: Dataset, tokenizer: PreTrainedTokenizerBase, re
         fn_kwargs={"encoder": encoder},
         remove_columns=examples.column_names,
         num_proc=data.num_proc,
+        **(_cache(data.cache, examples, encoder, task.name) if data.cache else {}),
     )
+
+
+def _cache(folder: str, examples: Dataset, encoder: Encoder, name: str) -> dict[str, str]:
+    """Return what makes `Dataset.map` keep its rows in a file that only the same examples and encoder find again."""
+    settings = [name, encoder.topology, encoder.max_length, encoder.pack, encoder.parts, encoder.labels]
+    parts = [digest_of([examples]), tokenizer_digest(encoder.tokenizer), repr(settings), version("triptych")]
+    key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
+    with as_user_error(f"recipe key 'data.cache': folder '{folder}' cannot be made"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return {"cache_file_name": str(Path(folder) / f"{key}.arrow"), "new_fingerprint": key}
 
 
 def has_classes(task: Task) -> bool:

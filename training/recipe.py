@@ -57,6 +57,7 @@ class DataRecipe:
         max_length: longest example in tokens; a labelled text is cut there, running text goes on in the next example.
         pack: fill examples of running text up to `max_length` with whole documents that do not see each other.
         num_proc: processes that tokenise.
+        cache: folder for token ids, so that the next training on the same texts starts at once; null keeps none.
         window: training examples to hold in memory at a time; null reads all of them at the start. A window takes an
             epoch's place: batches are shuffled within it, and the tokenizer is trained on the first one.
         interchangeable: groups of words that change places in training, see `triptych.training.renaming`.
@@ -72,6 +73,7 @@ class DataRecipe:
     max_length: int | None = None
     pack: bool = False
     num_proc: int | None = None
+    cache: str | None = None
     window: int | None = None
     interchangeable: list[list[str]] = field(default_factory=list)
     dates: dict[str, int] = field(default_factory=dict)

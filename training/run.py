@@ -10,7 +10,6 @@
 """
 
 import errno
-import hashlib
 import json
 import platform
 import shutil
@@ -41,6 +40,7 @@ from triptych.training.loop import TrainingLoop
 from triptych.training.plots import plot_losses
 from triptych.training.recipe import RECIPE_FILE, Recipe, save_recipe
 from triptych.training.reporting import FINISHED, METRICS_FILE, RECORD_FILE, RUNNING, RunLog, show_values, write_whole
+from triptych.training.tokenization import tokenizer_digest
 
 CURVE_FILE, CHECKPOINTS, TRACKERS = "loss.png", "checkpoints", "trackers"
 
@@ -207,16 +207,6 @@ def describe_run(recipe: Recipe, parts: Parts, accelerator: Accelerator) -> dict
         "data": parts.fingerprint,
         "tokenizer": tokenizer_digest(parts.tokenizer),
     }
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of all that decides which ids a text becomes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = json.loads(backend.to_str()) if backend else {}
-    # Set by whoever called the tokenizer last.
-    content = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
-    content = [content, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
-    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
 def refuse_changes(

@@ -17,6 +17,8 @@ A text that holds a special token's spelling is text for the first two; for `wor
 | encoder_decoder | `A </s>`; what is generated starts from `<s>` | |
 """
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -82,6 +84,16 @@ def train_tokenizer(
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
     )
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of all that decides which ids a text becomes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = json.loads(backend.to_str()) if backend else {}
+    # Set by whoever called the tokenizer last.
+    content = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
+    content = [content, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
 def _train_byte_pairs(texts: Iterable[str], vocab_size: int, special_tokens: list[str]) -> Tokenizer:

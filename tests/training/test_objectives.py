@@ -10,7 +10,9 @@ from sklearn.metrics import accuracy_score, matthews_corrcoef
 from small_files import EVERY, make_recipe, write_files
 
 from triptych.training import evaluation
-from triptych.training.building import build_parts, fingerprint
+from triptych.training.building import build_parts
+from triptych.training.data import digest_of
+from triptych.training.encoding import _cut as cut
 from triptych.training.errors import UserError
 from triptych.training.evaluation import evaluate_examples, examples_to_score, load_model
 from triptych.training.metrics import compute
@@ -139,9 +141,29 @@ def test_a_new_head_regresses_from_the_mean(folder, tmp_path):
     assert again.model.classifier.bias.item() == 7.0  # a trained head goes on from where it was
 
 
-def test_the_fingerprint_is_of_the_numbers():
+def test_token_ids_are_kept_in_the_cache_for_the_same_texts_only(folder, tmp_path, monkeypatch):
+    def rows(*changes):
+        parts = build_parts(make_recipe(folder, tmp_path, "masked_lm", "encoder", *changes), processes=1)
+        return parts.fingerprint
+
+    cache = f"data.cache={tmp_path / 'cache'}"
+    plain = rows()
+    calls = []
+    monkeypatch.setattr("triptych.training.encoding._cut", lambda *args: calls.append(1) or cut(*args))
+    assert rows(cache) == plain
+    made, files = len(calls), sorted((tmp_path / "cache").iterdir())
+    assert made > 0
+    assert len(files) == 1  # training and validation are one file here
+    assert rows(cache) == plain
+    assert len(calls) == made
+    assert rows(cache, "data.max_length=12") != plain
+    assert len(calls) > made
+    assert len(sorted((tmp_path / "cache").iterdir())) == 2
+
+
+def test_the_digest_is_of_what_the_columns_hold():
     def digest(**columns):
-        return fingerprint([Dataset.from_dict(columns)])
+        return digest_of([Dataset.from_dict(columns)])
 
     same = digest(input_ids=[[1, 2], [3]], labels=[0, 1])
     assert same == digest(labels=[0, 1], input_ids=[[1, 2], [3]])
@@ -150,5 +172,8 @@ def test_the_fingerprint_is_of_the_numbers():
         digest(input_ids=[[1, 2], [3]], labels=[1, 0]),
         digest(input_ids=[[1, 2], [4]], labels=[0, 1]),
         digest(input_ids=[[1, 2], [3]]),
+        digest(text=["ab", "c"]),
+        digest(text=["a", "bc"]),
+        digest(text=[["a"], ["bc"]]),
     ]
-    assert len({same, *others}) == 5
+    assert len({same, *others}) == 8
