@@ -308,6 +308,10 @@ def _check_ranges(recipe: Recipe) -> None:
         _require(getattr(recipe, key) >= 0, key, "at least 0", getattr(recipe, key))
     dropout = recipe.tokenizer.dropout
     _require(0 <= dropout <= 1, "tokenizer.dropout", "in [0, 1]", dropout)
+    if recipe.schedule == "trapezoidal":
+        room = recipe.max_steps - recipe.warmup_steps
+        allowed = f"at most max_steps - warmup_steps, {room}"
+        _require(recipe.cooldown_steps <= room, "cooldown_steps", allowed, recipe.cooldown_steps)
     _require(recipe.learning_rate > 0, "learning_rate", "above 0", recipe.learning_rate)
     _require(0 <= recipe.label_smoothing < 1, "label_smoothing", "in [0, 1)", recipe.label_smoothing)
     betas = recipe.adam_betas

@@ -25,13 +25,13 @@ def triptych(folder, *arguments):
 @pytest.mark.slow
 def test_300_updates_translate(tmp_path, data_folder, monkeypatch):
     monkeypatch.setenv("TRIPTYCH_DATA", str(data_folder))
-    triptych(tmp_path, "train", "multi30k_en_de", "max_steps=300")
+    triptych(tmp_path, "train", "multi30k_en_de", "max_steps=300", "warmup_steps=100", "cooldown_steps=100")
     run = "runs/multi30k_en_de"
     assert (tmp_path / run / "loss.png").is_file()
     scores = json.loads(triptych(tmp_path, "evaluate", run, "--split", "validation", "--num-beams", "1"))
     assert scores["examples"] == 1014
     assert scores["bleu_signature"].startswith("nrefs:1|case:mixed|eff:no|tok:none|smooth:none")
-    assert scores["bleu"] > 7
+    assert scores["bleu"] > 15
     (translation,) = triptych(tmp_path, "generate", run, "a man in a blue shirt .").splitlines()
     assert translation.startswith("ein mann")
     assert "@@" not in translation

@@ -89,6 +89,13 @@ def test_a_bad_change_is_refused_by_name(change, sentence):
     assert "\n" not in str(error.value)
 
 
+def test_a_trapezoid_must_fit_into_the_updates():
+    changes = ["schedule=trapezoidal", "max_steps=100", "warmup_steps=20"]
+    assert load_recipe("dates", [*changes, "cooldown_steps=80"]).cooldown_steps == 80
+    with pytest.raises(UserError, match="'cooldown_steps' must be at most max_steps - warmup_steps, 80, not 81"):
+        load_recipe("dates", [*changes, "cooldown_steps=81"])
+
+
 def test_an_unknown_recipe_suggests_the_nearest():
     with pytest.raises(UserError, match="recipe 'multi30k_en_dee' is unknown: did you mean 'multi30k_en_de'"):
         load_recipe("multi30k_en_dee")
