@@ -134,7 +134,9 @@ def _training_examples(
     if groups:
         if task.name != "token_classification":
             raise UserError(f"recipe key 'data.interchangeable' must be empty, as {task.name} does not label words")
-        return RenamedExamples(rows, row_lengths(task, rows), recipe.seed, groups, tokenizer, labels)
+        return RenamedExamples(
+            rows, row_lengths(task, rows), recipe.seed, groups, tokenizer, labels, recipe.data.keep_beside
+        )
     return build_examples(task, rows, tokenizer, recipe)
 
 

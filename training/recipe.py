@@ -60,7 +60,8 @@ class DataRecipe:
         cache: folder for token ids, so that the next training on the same texts starts at once; null keeps none.
         window: training examples to hold in memory at a time; null reads all of them at the start. A window takes an
             epoch's place: batches are shuffled within it, and the tokenizer is trained on the first one.
-        interchangeable: groups of words that change places in training, see `triptych.training.renaming`.
+        interchangeable, keep_beside: groups of words that change places in training, and words beside which they do
+            not, see `triptych.training.renaming`.
         dates: split name to number of examples, see `triptych.training.dates`.
     """
 
@@ -76,6 +77,7 @@ class DataRecipe:
     cache: str | None = None
     window: int | None = None
     interchangeable: list[list[str]] = field(default_factory=list)
+    keep_beside: list[str] = field(default_factory=list)
     dates: dict[str, int] = field(default_factory=dict)
 
 

@@ -23,6 +23,7 @@ class RenamedExamples(Examples):
         groups: words that may stand for each other.
         tokenizer: in which each of these words is one token.
         labels: names of the classes, in any case; one that lists several words has commas between them.
+        keep_beside: words beside which names mean something: an example that has one of them stays as it is.
 
     Raises:
         UserError: a word is no token of its own.
@@ -36,6 +37,7 @@ class RenamedExamples(Examples):
         groups: Sequence[Sequence[str]],
         tokenizer: PreTrainedTokenizerBase,
         labels: Sequence[str],
+        keep_beside: Sequence[str] = (),
     ):
         super().__init__(rows, lengths, seed)
         self.groups = [[word.lower() for word in group] for group in groups]
@@ -45,6 +47,7 @@ class RenamedExamples(Examples):
                 raise UserError(
                     f"recipe key 'data.interchangeable' has '{word}', which is no token of the tokenizer, in lower case"
                 )
+        self.kept = set(tokenizer.convert_tokens_to_ids(list(keep_beside))) - {tokenizer.unk_token_id}
         self.vocab_size = len(tokenizer)
         self.names = [label.lower() for label in labels]
         self.numbers = {name: number for number, name in enumerate(self.names)}
@@ -52,6 +55,8 @@ class RenamedExamples(Examples):
     def __getitems__(self, indices: list[int]) -> list[dict]:
         rows = super().__getitems__(indices)
         for row in rows:
+            if self.kept.intersection(row["input_ids"]):
+                continue
             renamed = self.draw(row["seed"])
             table = np.arange(self.vocab_size)
             for word, other in renamed.items():

@@ -58,7 +58,7 @@ MAY_CHANGE = {
 }
 STRETCHED_SCHEDULES = ("cosine", "linear")
 # What the data that are compared do not show: how examples are drawn from them.
-DRAWS = (("tokenizer", "dropout"), ("data", "interchangeable"), ("data", "window"))
+DRAWS = (("tokenizer", "dropout"), ("data", "interchangeable"), ("data", "keep_beside"), ("data", "window"))
 
 
 @dataclass

@@ -12,12 +12,12 @@ LABELS = ["Garden", "Julie", "Mary", "Sandra", "kitchen", "mary,sandra", "yes"]
 TOKENIZER = train_tokenizer([TEXT, "sandra julie garden"], "word", 100, "decoder")
 
 
-def make_examples(labels, groups=GROUPS, rows=50):
+def make_examples(labels, groups=GROUPS, rows=50, **options):
     ids = TOKENIZER(TEXT)["input_ids"]
     numbers = [-100] * len(ids)
     numbers[10], numbers[12] = (LABELS.index(label) for label in labels)
     data = Dataset.from_dict({"input_ids": [ids] * rows, "labels": [numbers] * rows})
-    return RenamedExamples(data, np.full((1, rows), len(ids)), 1, groups, TOKENIZER, LABELS)
+    return RenamedExamples(data, np.full((1, rows), len(ids)), 1, groups, TOKENIZER, LABELS, **options)
 
 
 def test_text_and_labels_are_renamed_alike():
@@ -49,6 +49,13 @@ def test_another_epoch_renames_anew_and_the_same_one_alike():
     examples.set_epoch(0)
     assert examples.__getitems__(list(range(50))) == first != second
     assert examples[7] == first[7]
+
+
+def test_beside_some_words_names_stay():
+    rows = make_examples(["kitchen", "Mary"], keep_beside=["where", "unheard"]).__getitems__(list(range(50)))
+    assert all(row["input_ids"] == TOKENIZER(TEXT)["input_ids"] for row in rows)
+    free = make_examples(["kitchen", "Mary"], keep_beside=["unheard"]).__getitems__(list(range(50)))
+    assert any(row["input_ids"] != TOKENIZER(TEXT)["input_ids"] for row in free)
 
 
 def test_a_word_that_is_no_token_is_refused():
