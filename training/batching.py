@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler
 
+from triptych.losses import IGNORE
 from triptych.training.draws import mix
 from triptych.training.errors import UserError
 
@@ -51,7 +52,7 @@ class Examples(torch.utils.data.Dataset):
 def count_items(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return what the loss of `batch` is a mean over: its labels, or its rows where they are positions."""
     if "labels" in batch:
-        return (batch["labels"] != -100).sum()
+        return (batch["labels"] != IGNORE).sum()
     return torch.tensor(len(batch["start_positions"]), device=batch["start_positions"].device)
 
 

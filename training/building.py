@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import set_seed
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from triptych import TriptychConfig, TriptychDecoderConfig, TriptychEncoderConfig, TriptychEncoderDecoderConfig
 from triptych.configs import recipe_names
@@ -77,7 +77,7 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     rows_of = partial(encode, task, tokenizer=tokenizer, recipe=recipe, labels=labels)
     rows = [rows_of(examples) for examples in (first, _read(recipe, task, "validation"))]
     if task.name == "regression":
-        _start_at_mean(model, rows[0], recipe)
+        _start_at_mean(model, rows[0])
     train = _training_examples(recipe, task, tokenizer, first, rows[0], rows_of, labels)
     validation = build_examples(task, rows[1], tokenizer, recipe)
     collator = task.collator(tokenizer)
@@ -93,10 +93,9 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     )
 
 
-def _start_at_mean(model: PreTrainedModel, rows: Dataset, recipe: Recipe) -> None:
+def _start_at_mean(model: PreTrainedModel, rows: Dataset) -> None:
     """Let a new head's bias be the mean of what it is to learn, which it would take many small steps to reach."""
-    start = recipe.model.get("path")
-    if not start or type(model).__name__ not in (AutoConfig.from_pretrained(start).architectures or []):
+    if type(model).__name__ not in (model.config.architectures or []):  # of a loaded model, what was saved
         torch.nn.init.constant_(model.classifier.bias, float(np.mean(rows["labels"])))
 
 

@@ -1,12 +1,14 @@
 """From examples to rows of token ids: one function for each kind of example."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from triptych.losses import IGNORE
 from triptych.training.errors import UserError
 
 Columns = dict[str, list[Any]]
@@ -37,7 +39,7 @@ class Encoder:
 
     def number(self, label: Any) -> int:
         """Return the number of a class, -100 where training has not seen it, or where it is empty."""
-        return self.labels.index(str(label)) if str(label) in self.labels else -100
+        return self.labels.index(str(label)) if str(label) in self.labels else IGNORE
 
 
 def encode_texts(examples: Columns, encoder: Encoder) -> Columns:
@@ -139,7 +141,10 @@ def encode_values(examples: Columns, encoder: Encoder) -> Columns:
 def _texts(examples: Columns, encoder: Encoder) -> Columns:
     if None in examples.get("text_pair", ()):
         raise UserError("some examples have a text_pair and others have none: all must have it, or none")
-    encoded = encoder(*(examples[name] for name in ("text", "text_pair") if name in examples))
+    return _inputs(encoder(*(examples[name] for name in ("text", "text_pair") if name in examples)))
+
+
+def _inputs(encoded: Mapping[str, list]) -> Columns:
     return {name: encoded[name] for name in ("input_ids", "token_type_ids") if name in encoded}
 
 
@@ -154,7 +159,7 @@ def encode_words(examples: Columns, encoder: Encoder) -> Columns:
         ids = encoded.word_ids(row)
         is_first = [word is not None and word != before for word, before in zip(ids, [None, *ids], strict=False)]
         labels.append(
-            [encoder.number(names[word]) if first else -100 for word, first in zip(ids, is_first, strict=True)]
+            [encoder.number(names[word]) if first else IGNORE for word, first in zip(ids, is_first, strict=True)]
         )
     return {"input_ids": encoded["input_ids"], "labels": labels}
 
@@ -172,20 +177,19 @@ def encode_spans(examples: Columns, encoder: Encoder) -> Columns:
         truncation="only_second" if encoder.max_length else False,
         max_length=encoder.max_length,
     )
-    columns = {name: encoded[name] for name in ("input_ids", "token_type_ids") if name in encoded}
     ends = {"start_positions": [], "end_positions": []}
     for row, (answer, start) in enumerate(zip(examples["answer"], examples["answer_start"], strict=True)):
         places = [encoded.char_to_token(row, at, 1) for at in (int(start), int(start) + len(answer) - 1)]
         for column, place in zip(ends.values(), places if None not in places else (0, 0), strict=True):
             column.append(place)
-    return columns | ends
+    return _inputs(encoded) | ends
 
 
 def encode_choices(examples: Columns, encoder: Encoder) -> Columns:
     """Pair `text` with each of `choices`; `label` is the number of the right one."""
     rows = [
-        encoder([text] * len(choices), choices)
+        _inputs(encoder([text] * len(choices), choices))
         for text, choices in zip(examples["text"], examples["choices"], strict=True)
     ]
-    columns = {name: [row[name] for row in rows] for name in ("input_ids", "token_type_ids") if name in rows[0]}
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     return columns | {"labels": [int(label) for label in examples["label"]]}

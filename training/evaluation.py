@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import triptych  # noqa: F401 - registers the family with the Auto classes
+from triptych.losses import IGNORE
 from triptych.training.batching import build_loader, count_items
 from triptych.training.data import load_files, load_split
 from triptych.training.errors import UserError, as_user_error
@@ -118,7 +119,7 @@ def score_rows(model: PreTrainedModel, task: Task, rows: Any, collator: Callable
         chosen = outputs.logits.squeeze(-1) if task.name == "regression" else outputs.logits.argmax(-1)
         # Tokens besides a word's first have no class. A text with -100 has one that training has not seen: it counts,
         # as wrong.
-        given = (batch["labels"] != -100) | (batch["labels"].ndim == 1)
+        given = (batch["labels"] != IGNORE) | (batch["labels"].ndim == 1)
         predictions += chosen[given].tolist()
         references += batch["labels"][given].tolist()
     options = {"average": "macro"} if task.name == "sequence_classification" else {}

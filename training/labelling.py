@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from triptych.losses import IGNORE
 from triptych.training.errors import UserError
 from triptych.training.padding import (
-    IGNORE,
     Batch,
     read_column,
     read_texts,

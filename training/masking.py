@@ -9,10 +9,10 @@ import numpy as np
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from triptych.losses import IGNORE
 from triptych.training.draws import mix, row_seeds, uniforms
 from triptych.training.errors import UserError
 from triptych.training.padding import (
-    IGNORE,
     Batch,
     check_share,
     compact,
@@ -121,6 +121,7 @@ class NextSentencePairs(Dataset):
         self.ends = self.sizes.cumsum()
         self.by_document = self.documents.argsort(kind="stable")  # rows, one document after another
         self.firsts = (self.documents[1:] == self.documents[:-1]).nonzero()[0]
+        self.lengths = np.full((1, len(self.firsts)), max_length)  # a bound: each epoch has other pairs
         if len(self.sizes) < 2:
             raise UserError(f"next-sentence pairs need at least 2 documents, but there are {len(self.sizes)}")
         if not len(self.firsts):

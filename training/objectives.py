@@ -75,7 +75,7 @@ class Objective:
 
     Attributes:
         heads: topology to the Auto class of its head; the first topology is the default.
-        collators: topology to its collator, or one collator for all.
+        collator: of all topologies, or topology to its collator.
         columns, optional: what an example has.
         encode: from columns of examples to columns of token ids.
     """
@@ -247,10 +247,7 @@ def build_examples(
 ) -> Examples | NextSentencePairs:
     """Return rows of token ids with the seeds that they draw from and the lengths that batches are made by."""
     if task.name == "next_sentence":
-        length = recipe.data.max_length or 512
-        pairs = NextSentencePairs(rows, tokenizer, length, recipe.seed)
-        pairs.lengths = np.full((1, len(pairs)), length)  # a bound: each epoch has other pairs
-        return pairs
+        return NextSentencePairs(rows, tokenizer, recipe.data.max_length or 512, recipe.seed)
     return Examples(rows, row_lengths(task, rows), recipe.seed)
 
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from triptych.training.errors import UserError
 
-IGNORE = -100  # the label that no loss counts
 Batch = dict[str, torch.Tensor]
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from triptych.losses import IGNORE
 from triptych.training.draws import row_seeds, uniforms
 from triptych.training.errors import UserError
 from triptych.training.padding import (
-    IGNORE,
     Batch,
     compact,
     ordinary_tokens,

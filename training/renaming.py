@@ -10,6 +10,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from triptych.losses import IGNORE
 from triptych.training.batching import Examples
 from triptych.training.draws import uniforms
 from triptych.training.errors import UserError
@@ -77,7 +78,7 @@ class RenamedExamples(Examples):
 
     def rename_class(self, label: int, renamed: dict[str, str]) -> int:
         """Return the class of the renamed words; -100 where there is none."""
-        if label == -100:
+        if label == IGNORE:
             return label
         words = self.names[label].split(",")
-        return self.numbers.get(",".join(renamed.get(word, word) for word in words), -100)
+        return self.numbers.get(",".join(renamed.get(word, word) for word in words), IGNORE)
