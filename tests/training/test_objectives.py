@@ -139,6 +139,9 @@ def test_a_new_head_regresses_from_the_mean(folder, tmp_path):
     parts.tokenizer.save_pretrained(tmp_path / "start")
     again = build_parts(make_recipe(folder, tmp_path, "regression", "encoder", f"model.path={tmp_path}/start"), 1)
     assert again.model.classifier.bias.item() == 7.0  # a trained head goes on from where it was
+    first = train(make_recipe(folder, tmp_path, "masked_lm", "encoder", f"output={tmp_path / 'first'}"))
+    other = build_parts(make_recipe(folder, tmp_path, "regression", "encoder", f"model.path={first.folder}"), 1)
+    assert other.model.classifier.bias.item() == pytest.approx(sum(values) / len(values))
 
 
 def test_token_ids_are_kept_in_the_cache_for_the_same_texts_only(folder, tmp_path, monkeypatch):
