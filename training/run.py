@@ -228,7 +228,9 @@ def find_changes(recipe: Recipe, config: PreTrainedConfig, facts: dict[str, Any]
     fixed = set(now) & set(then) - MAY_CHANGE | ({"max_steps"} if recipe.schedule in STRETCHED_SCHEDULES else set())
     compared = {key: (now[key], then[key]) for key in now if key in fixed}
     for section, key in DRAWS:
-        compared[f"{section}.{key}"] = now[section][key], then[section].get(key)
+        new, old = now[section][key], then[section].get(key)
+        if new or old:  # a run that was begun before there was such a setting did without it
+            compared[f"{section}.{key}"] = new, old
     old_config = flatten(type(config).from_pretrained(checkpoint / MODEL).to_dict(), "model.")
     config = flatten(config.to_dict(), "model.")
     compared |= {key: (config.get(key), old_config.get(key)) for key in {**config, **old_config}}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM
 
@@ -218,6 +219,16 @@ def test_what_is_said_and_kept_may_change(unfinished, capsys):
     rates = [row["learning_rate"] for row in rows if "loss" in row]
     assert rates[5:] == pytest.approx([3e-3 * (2 / 6) ** 0.5, 1e-3 * (2 / 8) ** 0.5, 1e-3 * (2 / 10) ** 0.5])
     assert finished.best_step == 10
+
+
+def test_a_run_from_before_there_was_a_setting_goes_on(unfinished, capsys):
+    folder, recipe = unfinished
+    recorded = yaml.safe_load((folder / "recipe.yaml").read_text())
+    for name in ("interchangeable", "keep_beside", "window"):
+        del recorded["data"][name]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recorded))
+    train(recipe())
+    assert "from update 6 (epoch 2)" in capsys.readouterr().err
 
 
 def test_a_schedule_that_max_steps_stretches_keeps_it(tiny_recipe, monkeypatch):
