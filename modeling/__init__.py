@@ -15,6 +15,7 @@ from .configuration_triptych import (
     TriptychEncoderConfig,
     TriptychEncoderDecoderConfig,
 )
+from .conversion import export_model, import_model
 from .modeling_triptych import (
     TriptychDecoderForQuestionAnswering,
     TriptychDecoderForSequenceClassification,
@@ -57,6 +58,8 @@ __all__ = [
     "TriptychForConditionalGeneration",
     "TriptychForMaskedLM",
     "TriptychPreTrainedModel",
+    "export_model",
+    "import_model",
 ]
 
 

@@ -16,9 +16,8 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from .configuration_triptych import TriptychStackConfig
+from .norms import build_norm
 from .positions import apply_rotary
-
-NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 
 
 def eager_attention_forward(
@@ -99,13 +98,14 @@ class TriptychAttention(nn.Module):
 
         memory_size = config.cross_attention_hidden_size if is_cross_attention else config.hidden_size
         query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(memory_size, key_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(memory_size, key_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        biases = config.biased_projections()
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias="q" in biases)
+        self.k_proj = nn.Linear(memory_size, key_size, bias="k" in biases)
+        self.v_proj = nn.Linear(memory_size, key_size, bias="v" in biases)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias="o" in biases)
         if config.qk_norm:
-            self.q_norm = NORMS[config.norm_type](self.head_dim, eps=config.norm_eps)
-            self.k_norm = NORMS[config.norm_type](self.head_dim, eps=config.norm_eps)
+            self.q_norm = build_norm(config, self.head_dim)
+            self.k_norm = build_norm(config, self.head_dim)
 
     def forward(
         self,

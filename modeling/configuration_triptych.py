@@ -49,6 +49,7 @@ class TriptychConfig(PreTrainedConfig):
         tie_word_embeddings: the output projection is the input embedding (Vaswani et al. 2017, section 3.4).
         initializer_range: standard deviation of normal initial weights; None is Glorot-uniform projections with
             embeddings of deviation `embedding_size ** -0.5`, as the 2017 code has it.
+        lm_head_bias: a bias on the output logits; None is one for masked tokens and none for generation.
         logit_scale: factor on the output logits; T5 v1.0 ties them to unscaled inputs and has `hidden_size ** -0.5`.
         classifier_dropout: dropout before a classification layer; None is `hidden_dropout`.
         use_cache: keep keys and values between calls when not training.
@@ -63,6 +64,7 @@ class TriptychConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = True
     initializer_range: float | int | None = None
+    lm_head_bias: bool | None = None
     logit_scale: float | int = 1.0
     classifier_dropout: float | int | None = None
     use_cache: bool = True
@@ -130,17 +132,29 @@ class TriptychStackConfig(TriptychConfig):
         head_dim: width of one head; None is `hidden_size / num_attention_heads`.
         hidden_act: activation of the feed-forward layer, a name known to transformers.
         mlp_type: "dense" is `down(act(up(x)))`, "gated" is `down(act(gate(x)) * up(x))` (Shazeer 2020).
-        norm_type, norm_eps: "layernorm" or "rmsnorm" (Zhang & Sennrich 2019), and its epsilon.
+        norm_type, norm_eps: "layernorm", "rmsnorm" (Zhang & Sennrich 2019) or "zero_centered_rmsnorm", whose gain is
+            one plus its weight (Gemma Team 2024); and its epsilon.
+        norm_bias: layer norms have a bias.
         norm_position: with f a sublayer, "post" is `norm(x + f(x))`, "pre" is `x + f(norm(x))` (Xiong et al. 2020),
             "sandwich" is `x + norm(f(norm(x)))` (Ding et al. 2021).
+        parallel_residual: attention and feed-forward layer read the same stream, `x + f(norm(x)) + g(norm'(x))` (Wang &
+            Komatsuzaki 2021); for norm_position "pre".
+        skip_first_norm: the first layer's attention reads the embeddings as they are, which `embedding_norm` has
+            normalised (Warner et al. 2024); for norm_position "pre".
         residual_scale: the factor s that keeps deep stacks stable; "post" is `norm(s * x + f(x))`, DeepNorm's alpha
             (Wang et al. 2022), with initial weights scaled to match; "pre" and "sandwich" scale the branch, s * f.
         position_embedding_type: "sinusoidal" (2017), "learned", "rotary" (Su et al. 2021), "relative" (Raffel et al.
             2020, bucketed biases shared by the layers), "alibi" (Press et al. 2022) or "none".
-        max_position_embeddings: length of the learned table, and the pre-training length that rope scaling starts from.
+        sinusoidal_layout: "interleaved" sines and cosines (2017, section 3.5), or all sines before all cosines,
+            "concatenated", as the authors' code has them.
+        position_offset: rows of the learned table before that of the first position (Ott et al. 2019 keep them for
+            pads).
+        max_position_embeddings: positions of the learned table, and the pre-training length that rope scaling starts
+            from.
         rope_parameters: rotary settings as transformers spells them, flat or one dictionary per layer type.
         relative_attention_num_buckets, relative_attention_max_distance: of the relative biases.
-        attention_bias, mlp_bias: biases in the projections.
+        attention_bias, mlp_bias: biases in the projections; "qkv" or other letters of "qkvo" name those of the
+            attention that have one.
         qk_norm: normalise each query and key head before the dot product (Henry et al. 2020).
         attention_scale: factor on the dot products; None is `head_dim ** -0.5`.
         layer_types: per layer "full_attention", "sliding_attention" or "chunked_attention"; None is all sliding if
@@ -156,6 +170,13 @@ class TriptychStackConfig(TriptychConfig):
         type_vocab_size: number of token types (BERT's segments); 0 is none.
         share_layers: one layer's parameters at every depth (Lan et al. 2020).
         pooling: which real token stands for the sequence: "first", "last", or their "mean".
+        add_pooling_layer: an encoder's `pooler_output` is `act(W x)` of that vector, as heads for whole texts have it
+            (Devlin et al. 2019).
+        pooler_act: the activation of that layer.
+        classifier_head: what an encoder's head reads: "pooler" is the pooling layer, for whole texts only;
+            "prediction" is `norm(act(W x))`, as in masked language modelling, for texts and tokens alike (Warner et al.
+            2024).
+        prediction_bias, classifier_bias: biases in that layer W, and in the last layer of a classifier.
     """
 
     hidden_size: int = 512
@@ -166,16 +187,21 @@ class TriptychStackConfig(TriptychConfig):
     head_dim: int | None = None
     hidden_act: str = "relu"
     mlp_type: Literal["dense", "gated"] = "dense"
-    norm_type: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_type: Literal["layernorm", "rmsnorm", "zero_centered_rmsnorm"] = "layernorm"
+    norm_bias: bool = True
     norm_position: Literal["post", "pre", "sandwich"] = "post"
     norm_eps: float | int = 1e-5
+    parallel_residual: bool = False
+    skip_first_norm: bool = False
     residual_scale: float | int = 1.0
     position_embedding_type: Literal["sinusoidal", "learned", "rotary", "relative", "alibi", "none"] = "sinusoidal"
+    sinusoidal_layout: Literal["interleaved", "concatenated"] = "interleaved"
+    position_offset: int = 0
     max_position_embeddings: int = 1024
     rope_parameters: dict[str, Any] | None = None
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
-    attention_bias: bool = False
+    attention_bias: bool | str = False
     mlp_bias: bool = True
     qk_norm: bool = False
     attention_scale: float | int | None = None
@@ -191,6 +217,11 @@ class TriptychStackConfig(TriptychConfig):
     type_vocab_size: int = 0
     share_layers: bool = False
     pooling: Literal["first", "last", "mean"] = "first"
+    add_pooling_layer: bool = False
+    pooler_act: str = "tanh"
+    classifier_head: Literal["pooler", "prediction"] = "pooler"
+    prediction_bias: bool = True
+    classifier_bias: bool = True
 
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads is None:
@@ -221,6 +252,10 @@ class TriptychStackConfig(TriptychConfig):
             self.rope_parameters = None
         self.base_model_tp_plan = self.tensor_parallel_plan()
 
+    def biased_projections(self) -> str:
+        """Letters of the attention's projections that have a bias."""
+        return {True: "qkvo", False: ""}.get(self.attention_bias, self.attention_bias)
+
     def tensor_parallel_plan(self) -> dict[str, str]:
         """How each projection that the stack has is split over devices."""
         absent = ["gate_proj"] if self.mlp_type == "dense" else []
@@ -247,13 +282,34 @@ class TriptychStackConfig(TriptychConfig):
                 f"`num_key_value_heads` is {self.num_key_value_heads}, but must divide `num_attention_heads` = "
                 f"{self.num_attention_heads}."
             )
-        if self.type_vocab_size < 0:
-            raise ValueError(f"`type_vocab_size` is {self.type_vocab_size}, but must be at least 0.")
+        for name in ("type_vocab_size", "position_offset"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 0.")
+
+    def validate_attention_bias(self):
+        """Letters name projections."""
+        if not set(self.biased_projections()) <= set("qkvo"):
+            raise ValueError(
+                f"`attention_bias` is {self.attention_bias!r}, but must be True, False, or letters of 'qkvo'."
+            )
+
+    def validate_norms(self):
+        """What leaves norms out, or places them side by side, is said of norms that come first."""
+        for name in ("parallel_residual", "skip_first_norm"):
+            if getattr(self, name) and self.norm_position != "pre":
+                raise ValueError(f"`{name}` is True, but `norm_position` is {self.norm_position!r}, not 'pre'.")
+        if self.parallel_residual and getattr(self, "add_cross_attention", False):
+            raise ValueError("`parallel_residual` is True, but `add_cross_attention` is, too.")
+        if self.skip_first_norm and self.share_layers:
+            raise ValueError("`skip_first_norm` is True, but `share_layers` gives all layers the norms of the first.")
 
     def validate_activation(self):
-        """The activation is one that transformers knows."""
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"`hidden_act` is {self.hidden_act!r}, but must be one of {', '.join(sorted(ACT2FN))}.")
+        """The activations are ones that transformers knows."""
+        for name in ("hidden_act", "pooler_act"):
+            if getattr(self, name) not in ACT2FN:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)!r}, but must be one of {', '.join(sorted(ACT2FN))}."
+                )
 
     def validate_layer_type(self):
         """One layer type per layer, and the size that a local type needs."""

@@ -11,8 +11,9 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention import NORMS, TriptychAttention
+from .attention import TriptychAttention
 from .configuration_triptych import TriptychStackConfig
+from .norms import build_norm
 
 
 class TriptychMLP(nn.Module):
@@ -67,6 +68,7 @@ class TriptychLayer(GradientCheckpointingLayer):
     def __init__(self, config: TriptychStackConfig, layer_idx: int):
         super().__init__()
         self.norm_position = config.norm_position
+        self.parallel_residual = config.parallel_residual
         self.residual_scale = config.residual_scale
         self.self_attn = TriptychAttention(config, layer_idx)
         if getattr(config, "add_cross_attention", False):
@@ -74,23 +76,27 @@ class TriptychLayer(GradientCheckpointingLayer):
         self.mlp = TriptychMLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         for sublayer in [name for name, _ in self.named_children() if name in ("self_attn", "cross_attn", "mlp")]:
-            norm = NORMS[config.norm_type]
-            setattr(self, f"{sublayer}_norm", norm(config.hidden_size, eps=config.norm_eps))
+            setattr(self, f"{sublayer}_norm", build_norm(config, config.hidden_size))
             if config.norm_position == "sandwich":
-                setattr(self, f"{sublayer}_post_norm", norm(config.hidden_size, eps=config.norm_eps))
+                setattr(self, f"{sublayer}_post_norm", build_norm(config, config.hidden_size))
+        if config.skip_first_norm and layer_idx == 0:
+            self.self_attn_norm = nn.Identity()
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 module.init_gain = residual_gain(config, name.rpartition(".")[-1])
 
     def join(self, sublayer: str, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`x` after sublayer `f`, as the drawing has it."""
-        norm = getattr(self, f"{sublayer}_norm")
         if self.norm_position == "post":
-            return norm(self.residual_scale * x + self.dropout(f(x)))
-        branch = f(norm(x))
+            return getattr(self, f"{sublayer}_norm")(self.residual_scale * x + self.dropout(f(x)))
+        return x + self.branch(sublayer, x, f)
+
+    def branch(self, sublayer: str, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What a sublayer adds to the stream, where norms come first."""
+        output = f(getattr(self, f"{sublayer}_norm")(x))
         if self.norm_position == "sandwich":
-            branch = getattr(self, f"{sublayer}_post_norm")(branch)
-        return x + self.residual_scale * self.dropout(branch)
+            output = getattr(self, f"{sublayer}_post_norm")(output)
+        return self.residual_scale * self.dropout(output)
 
     def forward(
         self,
@@ -132,6 +138,8 @@ class TriptychLayer(GradientCheckpointingLayer):
             )
             return output
 
+        if self.parallel_residual:
+            return self.join("self_attn", hidden_states, self_attention) + self.branch("mlp", hidden_states, self.mlp)
         hidden_states = self.join("self_attn", hidden_states, self_attention)
         if encoder_hidden_states is not None:
             hidden_states = self.join("cross_attn", hidden_states, cross_attention)

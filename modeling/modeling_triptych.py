@@ -1,6 +1,6 @@
-"""The heads: what each panel can be asked. This is the file through which saved code is loaded.
+"""The language models of each panel, and all other heads by name: this is the file through which saved code is loaded.
 
-Shapes: B batch, T tokens, S encoder tokens, C choices, D hidden_size, E embedding_size, V vocabulary, L labels.
+Shapes: B batch, T tokens, S encoder tokens, V vocabulary.
 """
 
 import copy
@@ -10,63 +10,46 @@ from typing import Unpack
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import (
-    CausalLMOutputWithPast,
-    MaskedLMOutput,
-    MultipleChoiceModelOutput,
-    NextSentencePredictorOutput,
-    QuestionAnsweringModelOutput,
-    Seq2SeqLMOutput,
-    SequenceClassifierOutput,
-    TokenClassifierOutput,
-)
+from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput, Seq2SeqLMOutput
 from transformers.modeling_utils import slice_logits_to_keep
-from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 
-from .attention import NORMS
-from .configuration_triptych import (
-    TriptychConfig,
-    TriptychDecoderConfig,
-    TriptychEncoderConfig,
-    TriptychEncoderDecoderConfig,
-    TriptychStackConfig,
+from .classifiers import (
+    TriptychDecoderForQuestionAnswering,
+    TriptychDecoderForSequenceClassification,
+    TriptychDecoderForTokenClassification,
+    TriptychEncoderForMultipleChoice,
+    TriptychEncoderForNextSentencePrediction,
+    TriptychEncoderForQuestionAnswering,
+    TriptychEncoderForSequenceClassification,
+    TriptychEncoderForTokenClassification,
 )
-from .losses import (
-    IGNORE,
-    at_least_float32,
-    check_labels,
-    classification_loss,
-    cross_entropy,
-    next_token_labels,
-    per_item,
-    span_loss,
-)
+from .configuration_triptych import TriptychDecoderConfig, TriptychEncoderConfig, TriptychEncoderDecoderConfig
+from .heads import GenerativeHead, HeadKwargs, LanguageModelHead, TriptychPredictionHead, classifier_dropout
+from .losses import IGNORE, at_least_float32, check_labels, cross_entropy, next_token_labels, per_item
 from .masks import find_documents
-from .stacks import (
-    TriptychDecoderModel,
-    TriptychEncoderDecoderModel,
-    TriptychEncoderModel,
-    TriptychPreTrainedModel,
-    pool,
-    renamed_cache,
-)
+from .pretrained import TriptychPreTrainedModel
+from .stacks import TriptychDecoderModel, TriptychEncoderDecoderModel, TriptychEncoderModel, renamed_cache
 
-BASE_MODELS = {
-    "encoder": TriptychEncoderModel,
-    "decoder": TriptychDecoderModel,
-    "encoder_decoder": TriptychEncoderDecoderModel,
-}
-
-
-class HeadKwargs(TransformersKwargs, total=False):
-    """What heads take by keyword, and do not name: of every named argument with "label" in it, transformers' Trainer
-    thinks that it holds labels, without which there is no loss to evaluate."""
-
-    label_smoothing: float
-    shift_labels: torch.LongTensor
+__all__ = [
+    "TriptychDecoderForQuestionAnswering",
+    "TriptychDecoderForSequenceClassification",
+    "TriptychDecoderForTokenClassification",
+    "TriptychDecoderModel",
+    "TriptychEncoderDecoderModel",
+    "TriptychEncoderForMultipleChoice",
+    "TriptychEncoderForNextSentencePrediction",
+    "TriptychEncoderForPreTraining",
+    "TriptychEncoderForQuestionAnswering",
+    "TriptychEncoderForSequenceClassification",
+    "TriptychEncoderForTokenClassification",
+    "TriptychEncoderModel",
+    "TriptychForCausalLM",
+    "TriptychForConditionalGeneration",
+    "TriptychForMaskedLM",
+    "TriptychPreTrainedModel",
+]
 
 
 @dataclass
@@ -80,153 +63,6 @@ class TriptychForPreTrainingOutput(ModelOutput):
     attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
-def classifier_dropout(config: TriptychStackConfig) -> nn.Dropout:
-    """The dropout before a classification layer."""
-    return nn.Dropout(config.hidden_dropout if config.classifier_dropout is None else config.classifier_dropout)
-
-
-class TriptychPooler(nn.Module):
-    """tanh(W x) of the pooled vector, what a sentence-level answer is read from (Devlin et al. 2019)."""
-
-    def __init__(self, config: TriptychStackConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.dense(pooled))
-
-
-class TriptychPredictionHead(nn.Module):
-    """norm(act(W x)), from hidden states [B, T, D] to what the token table is compared with, [B, T, E]."""
-
-    def __init__(self, config: TriptychStackConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.embedding_size)
-        self.act = ACT2FN[config.hidden_act]
-        self.norm = NORMS[config.norm_type](config.embedding_size, eps=config.norm_eps)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.act(self.dense(hidden_states)))
-
-
-class TriptychHead(TriptychPreTrainedModel):
-    """A base model under `model`, and the way most heads answer."""
-
-    output_class: type[ModelOutput]
-
-    def __init__(self, config: TriptychConfig):
-        super().__init__(config)
-        self.model = BASE_MODELS[config.topology](config)
-        self.num_labels = config.num_labels
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.model.set_input_embeddings(value)
-
-    def answer(self, outputs: ModelOutput, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Logits, from what the base model wrote."""
-        raise NotImplementedError
-
-    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs) -> torch.Tensor:
-        return cross_entropy(logits, labels, **kwargs)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        use_cache: bool = False,
-        **kwargs: Unpack[HeadKwargs],
-    ) -> ModelOutput:
-        """The base model's arguments, and:
-
-        Args:
-            labels: what the class says; -100 is ignored.
-            num_items_in_batch: labels in all the batches of one (accumulated) step; the loss is divided by it.
-            label_smoothing: probability mass spread evenly over all labels.
-
-        Returns:
-            `logits`, and the `loss` if there are labels.
-        """
-        label_smoothing = kwargs.pop("label_smoothing", 0.0)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        logits = self.answer(outputs, attention_mask)
-        loss = None
-        if labels is not None:
-            loss = self.loss(logits, labels, num_items_in_batch=num_items_in_batch, label_smoothing=label_smoothing)
-        return self.output_class(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
-
-
-class LanguageModelHead(TriptychHead):
-    """A projection onto the vocabulary, tied to the token table if the configuration says so."""
-
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-    _fsdp_plan = {"lm_head": "keep_full_weight"}
-    has_bias = False
-
-    def __init__(self, config: TriptychConfig):
-        super().__init__(config)
-        stack = config.get_text_config()
-        self.lm_head = nn.Linear(stack.embedding_size, stack.vocab_size, bias=self.has_bias)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module):
-        self.lm_head = value
-
-    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of hidden states in the width of the token table [..., E]."""
-        logits = self.lm_head(hidden_states)
-        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
-
-    def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs) -> nn.Embedding:
-        """As in transformers; source and target tables follow if they are one table."""
-        config = self.config
-        if config.topology == "encoder_decoder" and not config.share_embeddings:
-            raise ValueError("`share_embeddings` is False, so source and target vocabularies cannot be resized as one.")
-        embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        for part in (config, config.encoder, config.decoder) if config.topology == "encoder_decoder" else ():
-            part.vocab_size = embeddings.num_embeddings
-        return embeddings
-
-
-class GenerativeHead(LanguageModelHead, GenerationMixin):
-    """A language model that `generate()` can drive; a factorised token table is reached through `embed_out`."""
-
-    def __init__(self, config: TriptychConfig):
-        super().__init__(config)
-        stack = config.get_text_config()
-        if stack.embedding_size != stack.hidden_size:
-            self.embed_out = nn.Linear(stack.hidden_size, stack.embedding_size, bias=False)
-
-    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().project(self.embed_out(hidden_states) if hasattr(self, "embed_out") else hidden_states)
-
-    def create_masks_for_generate(self, attention_mask: torch.Tensor | None, cache: Cache, **kwargs):
-        """With a static cache, masks are still composed by the forward, from a 2D mask of one fixed length."""
-        if attention_mask is None:
-            return None
-        return F.pad(attention_mask, (0, max(0, cache.get_max_length() - attention_mask.shape[1])))
-
-
 class TriptychForMaskedLM(LanguageModelHead):
     """Which token stood at a masked place (Devlin et al. 2019), or stands next in some order (Yang et al. 2019)."""
 
@@ -237,7 +73,7 @@ class TriptychForMaskedLM(LanguageModelHead):
 
     def __init__(self, config: TriptychEncoderConfig):
         super().__init__(config)
-        self.prediction_head = TriptychPredictionHead(config)
+        self.prediction_head = TriptychPredictionHead(config, config.embedding_size)
         self.post_init()
 
     def forward(
@@ -272,11 +108,11 @@ class TriptychEncoderForPreTraining(LanguageModelHead):
     config: TriptychEncoderConfig
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     has_bias = True
+    reads_pooler = True
 
     def __init__(self, config: TriptychEncoderConfig):
         super().__init__(config)
-        self.prediction_head = TriptychPredictionHead(config)
-        self.pooler = TriptychPooler(config)
+        self.prediction_head = TriptychPredictionHead(config, config.embedding_size)
         self.dropout = classifier_dropout(config)
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
         self.post_init()
@@ -298,7 +134,7 @@ class TriptychEncoderForPreTraining(LanguageModelHead):
         label_smoothing = kwargs.pop("label_smoothing", 0.0)
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs)
         prediction_logits = self.project(self.prediction_head(outputs.last_hidden_state))
-        seq_relationship_logits = self.seq_relationship(self.dropout(self.pooler(outputs.pooler_output)))
+        seq_relationship_logits = self.seq_relationship(self.dropout(outputs.pooler_output))
         loss = None
         if labels is not None:
             loss = cross_entropy(prediction_logits, labels, num_items_in_batch, label_smoothing)
@@ -324,191 +160,6 @@ class TriptychEncoderForPreTraining(LanguageModelHead):
         per_text = F.cross_entropy(at_least_float32(logits), next_sentence_label, ignore_index=IGNORE, reduction="none")
         weights = (labels != IGNORE).sum(-1)
         return per_item((per_text * weights).sum(), weights.sum(), num_items_in_batch)
-
-
-class SequenceClassification(TriptychHead):
-    """One answer per text, `logits` [B, L]; an encoder's pooled vector goes through a pooler layer first.
-
-    `labels` are classes [B], or floats [B] or [B, L] to regress or to hold several; see `config.problem_type`.
-    """
-
-    output_class = SequenceClassifierOutput
-
-    def __init__(self, config: TriptychStackConfig):
-        super().__init__(config)
-        if config.topology == "encoder":
-            self.pooler = TriptychPooler(config)
-        self.dropout = classifier_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
-        self.post_init()
-
-    def answer(self, outputs, attention_mask):
-        if hasattr(self, "pooler"):
-            pooled = self.pooler(outputs.pooler_output)
-        else:
-            pooled = pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
-        return self.classifier(self.dropout(pooled))
-
-    def loss(self, logits, labels, **kwargs):
-        return classification_loss(logits, labels, self.config.problem_type, **kwargs)
-
-
-class TokenClassification(TriptychHead):
-    """One answer per token: `labels` [B, T], `logits` [B, T, L]."""
-
-    output_class = TokenClassifierOutput
-
-    def __init__(self, config: TriptychStackConfig):
-        super().__init__(config)
-        self.dropout = classifier_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
-        self.post_init()
-
-    def answer(self, outputs, attention_mask):
-        return self.classifier(self.dropout(outputs.last_hidden_state))
-
-
-class QuestionAnswering(TriptychHead):
-    """Where in the text the answer begins and ends."""
-
-    def __init__(self, config: TriptychStackConfig):
-        super().__init__(config)
-        self.dropout = classifier_dropout(config)
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        start_positions: torch.LongTensor | None = None,
-        end_positions: torch.LongTensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        use_cache: bool = False,
-        **kwargs: Unpack[HeadKwargs],
-    ) -> QuestionAnsweringModelOutput:
-        """`start_positions` and `end_positions` [B] are token indices, ignored outside the text; logits are [B, T].
-
-        `num_items_in_batch` counts texts.
-        """
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        logits = self.qa_outputs(self.dropout(outputs.last_hidden_state))
-        if attention_mask is not None and attention_mask.ndim == 2:  # a pad is no answer
-            pads = ~attention_mask[:, -logits.shape[1] :].to(logits.device, torch.bool)
-            logits = logits.masked_fill(pads[..., None], torch.finfo(logits.dtype).min)
-        start_logits, end_logits = logits.unbind(-1)
-        loss = None
-        if start_positions is not None and end_positions is not None:
-            loss = span_loss(start_logits, end_logits, start_positions, end_positions, num_items_in_batch)
-        return QuestionAnsweringModelOutput(
-            loss=loss,
-            start_logits=start_logits.contiguous(),
-            end_logits=end_logits.contiguous(),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-class TriptychEncoderForSequenceClassification(SequenceClassification):
-    config: TriptychEncoderConfig
-
-
-class TriptychDecoderForSequenceClassification(SequenceClassification):
-    config: TriptychDecoderConfig
-
-
-class TriptychEncoderForTokenClassification(TokenClassification):
-    config: TriptychEncoderConfig
-
-
-class TriptychDecoderForTokenClassification(TokenClassification):
-    config: TriptychDecoderConfig
-
-
-class TriptychEncoderForQuestionAnswering(QuestionAnswering):
-    config: TriptychEncoderConfig
-
-
-class TriptychDecoderForQuestionAnswering(QuestionAnswering):
-    config: TriptychDecoderConfig
-
-
-class TriptychEncoderForNextSentencePrediction(TriptychHead):
-    """Whether the second text follows the first: `labels` [B] is 0 if it does, else 1; `logits` [B, 2]."""
-
-    config: TriptychEncoderConfig
-    output_class = NextSentencePredictorOutput
-
-    def __init__(self, config: TriptychEncoderConfig):
-        super().__init__(config)
-        self.pooler = TriptychPooler(config)
-        self.dropout = classifier_dropout(config)
-        self.seq_relationship = nn.Linear(config.hidden_size, 2)
-        self.post_init()
-
-    def answer(self, outputs, attention_mask):
-        return self.seq_relationship(self.dropout(self.pooler(outputs.pooler_output)))
-
-    def loss(self, logits, labels, **kwargs):
-        return cross_entropy(logits, labels.view(-1), **kwargs)
-
-
-class TriptychEncoderForMultipleChoice(TriptychHead):
-    """Which of C texts is the right one."""
-
-    config: TriptychEncoderConfig
-    output_class = MultipleChoiceModelOutput
-
-    def __init__(self, config: TriptychEncoderConfig):
-        super().__init__(config)
-        self.pooler = TriptychPooler(config)
-        self.dropout = classifier_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, 1)
-        self.post_init()
-
-    def answer(self, outputs, attention_mask):
-        return self.classifier(self.dropout(self.pooler(outputs.pooler_output)))
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Unpack[HeadKwargs],
-    ) -> MultipleChoiceModelOutput:
-        """Every input has one more axis, [B, C, T]; `labels` [B] are the right choices; logits are [B, C]."""
-        label_smoothing = kwargs.pop("label_smoothing", 0.0)
-        texts = dict(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
-        choices = (inputs_embeds if input_ids is None else input_ids).shape[1]
-        texts = {name: value.flatten(0, 1) for name, value in texts.items() if value is not None}
-        output = super().forward(**texts, **kwargs)
-        output.logits = output.logits.view(-1, choices)
-        if labels is not None:
-            output.loss = cross_entropy(output.logits, labels, num_items_in_batch, label_smoothing)
-        return output
 
 
 class TriptychForCausalLM(GenerativeHead):

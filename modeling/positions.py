@@ -22,21 +22,23 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 from .configuration_triptych import TriptychStackConfig
 
 
-def sinusoidal_embedding(position_ids: torch.Tensor, size: int) -> torch.Tensor:
+def sinusoidal_embedding(position_ids: torch.Tensor, size: int, layout: str = "interleaved") -> torch.Tensor:
     """PE(pos, 2i) = sin(pos / 10000^(2i / size)), PE(pos, 2i + 1) = cos of the same, at any position.
 
     Args:
         position_ids: [B, T] integers.
         size: even width of the encoding.
+        layout: "interleaved" as above, or all sines before all cosines, "concatenated".
 
     Returns:
         [B, T, size] in float32.
     """
-    frequencies = torch.exp(
-        torch.arange(0, size, 2, device=position_ids.device, dtype=torch.float32) * (-math.log(10000.0) / size)
-    )
-    angles = position_ids[..., None].float() * frequencies  # [B, T, size / 2]
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
+    # The angle of a late position has many turns, which single precision would take the place of its digits.
+    precision = torch.float32 if position_ids.device.type == "mps" else torch.float64
+    exponents = torch.arange(0, size, 2, device=position_ids.device, dtype=precision) / size
+    angles = position_ids[..., None] / 10000.0**exponents  # [B, T, size / 2]
+    waves = angles.sin().float(), angles.cos().float()
+    return torch.stack(waves, dim=-1).flatten(-2) if layout == "interleaved" else torch.cat(waves, dim=-1)
 
 
 class TriptychRotaryEmbedding(nn.Module):

@@ -3,14 +3,11 @@
 Shapes: B batch, T tokens, S encoder tokens, D hidden_size, E embedding_size.
 """
 
-import shutil
-from pathlib import Path
 from typing import Unpack
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_outputs import (
@@ -20,14 +17,12 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
-from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
+from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention import NORMS, TriptychAttention
-from .auto_map import auto_map
+from .attention import TriptychAttention
 from .configuration_triptych import (
-    TriptychConfig,
     TriptychDecoderConfig,
     TriptychEncoderConfig,
     TriptychEncoderDecoderConfig,
@@ -44,93 +39,11 @@ from .masks import (
     self_attention_mask,
     two_streams,
 )
+from .norms import build_norm
 from .positions import TriptychRelativeBias, TriptychRotaryEmbedding, alibi_bias, sinusoidal_embedding
+from .pretrained import TriptychPreTrainedModel
 
 renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-
-
-class TriptychPreTrainedModel(PreTrainedModel):
-    """What all panels and heads share: initial weights, backends, saving."""
-
-    config: TriptychConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["TriptychLayer"]
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
-
-    def __init__(self, config: TriptychConfig, *args, **kwargs):
-        topology = self.config_class.__dataclass_fields__["topology"].default
-        if type(self).config_class is not TriptychConfig and config.topology != topology:
-            raise ValueError(
-                f"`config.topology` is {config.topology!r}, but {type(self).__name__} is built from {topology!r}."
-            )
-        super().__init__(config, *args, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, *args, use_safetensors: bool | None = None, **kwargs):
-        """Loads as transformers does, but never a pickle: a file of weights must not be able to run code."""
-        if use_safetensors is False:
-            raise ValueError("`use_safetensors` is False, but weights are only read from safetensors files.")
-        return super().from_pretrained(*args, use_safetensors=True, **kwargs)
-
-    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
-        """Refuses, at construction and at every switch, a backend that would ignore part of the configuration."""
-        if is_flash_attention_requested(requested_attention_implementation=attn_implementation):
-            config = self.config
-            for stack in (config.encoder, config.decoder) if config.topology == "encoder_decoder" else (config,):
-                if stack.position_embedding_type in ("relative", "alibi"):
-                    raise ValueError(
-                        f"`attn_implementation` is {attn_implementation!r}, which cannot add the biases of "
-                        f"`position_embedding_type` = {stack.position_embedding_type!r}; use sdpa or flex_attention."
-                    )
-                if "chunked_attention" in stack.layer_types:
-                    raise ValueError(
-                        f"`attn_implementation` is {attn_implementation!r}, which has no chunks, but `layer_types` has "
-                        "'chunked_attention'; use sdpa or flex_attention."
-                    )
-        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
-
-    def _init_weights(self, module: nn.Module):
-        """All initial weights.
-
-        Biases are 0 and norms 1. With an `initializer_range`, weights are normal of that deviation; without,
-        projections are Glorot-uniform (Glorot & Bengio 2010) and embeddings normal of deviation `width ** -0.5`, as in
-        the 2017 code. What writes into the residual stream of a deep stack starts smaller: see `residual_gain`.
-        """
-        super()._init_weights(module)
-        std = self.config.initializer_range
-        if isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
-        elif isinstance(module, nn.Linear):
-            gain = getattr(module, "init_gain", 1.0)
-            if std is None:
-                init.xavier_uniform_(module.weight, gain=gain)
-            else:
-                init.normal_(module.weight, std=std * gain)
-
-    def save_pretrained(self, save_directory, *args, with_code: bool | None = None, **kwargs):
-        """Saves as transformers does, as safetensors.
-
-        Args:
-            with_code: also copy the family's code, so that `trust_remote_code=True` loads every head of the folder
-                where the package is not installed; None does so if this model came with code, or its class was given
-                to `register_for_auto_class`.
-        """
-        if with_code is None:
-            with_code = self.is_remote_code() or hasattr(self.config, "auto_map")
-        if not with_code and hasattr(self.config, "auto_map"):
-            del self.config.auto_map
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if with_code and kwargs.get("is_main_process", True):
-            self.config.auto_map = auto_map(self.config.topology)
-            self.config.save_pretrained(save_directory)
-            for file in Path(__file__).parent.glob("*.py"):
-                if file.name != "__init__.py":
-                    shutil.copyfile(file, Path(save_directory) / file.name)
 
 
 def check_batch(name: str, given: torch.Tensor, ndim: int):
@@ -138,16 +51,16 @@ def check_batch(name: str, given: torch.Tensor, ndim: int):
         raise ValueError(f"`{name}` has shape {list(given.shape)}, but must be a batch of at least one token.")
 
 
-def check_ids(name: str, ids: torch.Tensor, table: nn.Embedding, size: str):
+def check_ids(name: str, ids: torch.Tensor, size: int, field: str):
     """Refuses ids outside their table. Free on a CPU; elsewhere it would wait for the device, which checks itself."""
     if ids.device.type != "cpu" or is_tracing(ids):
         return
     low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= table.num_embeddings:
+    if low < 0 or high >= size:
         length = f" (a text of {high + 1} tokens)" if name == "position_ids" else ""
         raise ValueError(
-            f"`{name}` has {low if low < 0 else high}{length}, but must be from 0 to {table.num_embeddings - 1}, as "
-            f"`{size}` is {table.num_embeddings}."
+            f"`{name}` has {low if low < 0 else high}{length}, but must be from 0 to {size - 1}, as `{field}` is "
+            f"{size}."
         )
 
 
@@ -156,14 +69,14 @@ class TriptychStack(TriptychPreTrainedModel):
 
     def __init__(self, config: TriptychStackConfig):
         super().__init__(config)
-        norm = NORMS[config.norm_type]
         self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size)
         if config.position_embedding_type == "learned":
-            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.embedding_size)
+            rows = config.position_offset + config.max_position_embeddings
+            self.embed_positions = nn.Embedding(rows, config.embedding_size)
         if config.type_vocab_size:
             self.embed_token_types = nn.Embedding(config.type_vocab_size, config.embedding_size)
         if config.embedding_norm:
-            self.embed_norm = norm(config.embedding_size, eps=config.norm_eps)
+            self.embed_norm = build_norm(config, config.embedding_size)
         if config.embedding_size != config.hidden_size:
             self.embed_proj = nn.Linear(config.embedding_size, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
@@ -178,7 +91,7 @@ class TriptychStack(TriptychPreTrainedModel):
         self.layers = nn.ModuleList([TriptychLayer(config, layer_idx) for layer_idx in range(depth)])
         # After a post-norm layer the stream is normalised already.
         is_post = config.norm_position == "post"
-        self.norm = nn.Identity() if is_post else norm(config.hidden_size, eps=config.norm_eps)
+        self.norm = nn.Identity() if is_post else build_norm(config, config.hidden_size)
         self.gradient_checkpointing = False
 
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -186,7 +99,7 @@ class TriptychStack(TriptychPreTrainedModel):
         if self.embed_tokens is None:
             raise ValueError("`input_ids` are given, but this stack has no table of its own; give `inputs_embeds`.")
         check_batch("input_ids", input_ids, 2)
-        check_ids("input_ids", input_ids, self.embed_tokens, "vocab_size")
+        check_ids("input_ids", input_ids, self.embed_tokens.num_embeddings, "vocab_size")
         return self.embed_tokens(input_ids)
 
     def embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
@@ -229,16 +142,16 @@ class TriptychStack(TriptychPreTrainedModel):
         """Input of the first layer [B, T, D]: tokens plus positions plus types, normalised, projected, dropped out."""
         kind = self.config.position_embedding_type
         if kind == "sinusoidal":
-            hidden_states = hidden_states + sinusoidal_embedding(position_ids, hidden_states.shape[-1]).to(
-                hidden_states.dtype
-            )
+            hidden_states = hidden_states + sinusoidal_embedding(
+                position_ids, hidden_states.shape[-1], self.config.sinusoidal_layout
+            ).to(hidden_states.dtype)
         elif kind == "learned":
-            check_ids("position_ids", position_ids, self.embed_positions, "max_position_embeddings")
-            hidden_states = hidden_states + self.embed_positions(position_ids)
+            check_ids("position_ids", position_ids, self.config.max_position_embeddings, "max_position_embeddings")
+            hidden_states = hidden_states + self.embed_positions(position_ids + self.config.position_offset)
         if self.config.type_vocab_size:
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(position_ids)
-            check_ids("token_type_ids", token_type_ids, self.embed_token_types, "type_vocab_size")
+            check_ids("token_type_ids", token_type_ids, self.config.type_vocab_size, "type_vocab_size")
             hidden_states = hidden_states + self.embed_token_types(token_type_ids)
         if self.config.embedding_norm:
             hidden_states = self.embed_norm(hidden_states)
@@ -349,6 +262,18 @@ def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooli
     return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), index]
 
 
+class TriptychPooler(nn.Module):
+    """act(W x) of the pooled vector, what a sentence-level answer is read from (Devlin et al. 2019)."""
+
+    def __init__(self, config: TriptychStackConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.act = ACT2FN[config.pooler_act]
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self.act(self.dense(pooled))
+
+
 class TriptychEncoderModel(TriptychStack):
     """The left panel: every token sees every other (BERT and its kind)."""
 
@@ -358,8 +283,10 @@ class TriptychEncoderModel(TriptychStack):
         "attentions": OutputRecorder(TriptychAttention, index=1, layer_name="self_attn"),
     }
 
-    def __init__(self, config: TriptychEncoderConfig):
+    def __init__(self, config: TriptychEncoderConfig, add_pooling_layer: bool | None = None):
         super().__init__(config)
+        if config.add_pooling_layer if add_pooling_layer is None else add_pooling_layer:
+            self.pooler = TriptychPooler(config)
         self.post_init()
 
     @merge_with_config_defaults
@@ -391,7 +318,8 @@ class TriptychEncoderModel(TriptychStack):
                 leaves to them (Yang et al. 2019, arXiv 1906.08237, section 2.3). A row of zeros names the first slot.
 
         Returns:
-            `last_hidden_state` [B, T, D] and `pooler_output` [B, D], the token (or mean) that `pooling` names. With
+            `last_hidden_state` [B, T, D] and `pooler_output` [B, D], the token (or mean) that `pooling` names,
+            through the pooling layer if there is one. With
             `target_mapping`, `last_hidden_state` is [B, P, D], of the queries alone; `pooler_output` is still of the
             tokens, and what layers record is of both, T tokens and P queries.
 
@@ -413,6 +341,8 @@ class TriptychEncoderModel(TriptychStack):
         queries = 0 if target_mapping is None else target_mapping.shape[1]
         tokens = hidden_states[:, : hidden_states.shape[1] - queries]
         pooled = pool(tokens, attention_mask, self.config.pooling)
+        if hasattr(self, "pooler"):
+            pooled = self.pooler(pooled)
         hidden_states = hidden_states[:, -queries:]  # of all tokens if there are no queries
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 

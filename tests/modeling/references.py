@@ -118,7 +118,7 @@ BERT_HEAD = [
     (r"^cls\.predictions\.decoder", "lm_head"),
     (r"^cls\.predictions\.bias", "lm_head.bias"),
 ]
-BERT_SENTENCE = [(r"^cls\.seq_relationship", "seq_relationship"), (r"^bert\.pooler", "pooler")]
+BERT_SENTENCE = [(r"^cls\.seq_relationship", "seq_relationship"), (r"^bert\.pooler", "model.pooler")]
 
 
 def modernbert() -> Reference:

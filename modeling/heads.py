@@ -1,0 +1,178 @@
+"""What all heads share: a base model under `model`, a projection onto the vocabulary, the layer before an answer.
+
+Shapes: B batch, T tokens, D hidden_size, E embedding_size, V vocabulary.
+"""
+
+from typing import Unpack
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
+
+from .configuration_triptych import TriptychConfig, TriptychStackConfig
+from .losses import cross_entropy
+from .norms import build_norm
+from .pretrained import TriptychPreTrainedModel
+from .stacks import TriptychDecoderModel, TriptychEncoderDecoderModel, TriptychEncoderModel
+
+BASE_MODELS = {
+    "encoder": TriptychEncoderModel,
+    "decoder": TriptychDecoderModel,
+    "encoder_decoder": TriptychEncoderDecoderModel,
+}
+
+
+class HeadKwargs(TransformersKwargs, total=False):
+    """What heads take by keyword, and do not name: of every named argument with "label" in it, transformers' Trainer
+    thinks that it holds labels, without which there is no loss to evaluate."""
+
+    label_smoothing: float
+    shift_labels: torch.LongTensor
+
+
+def classifier_dropout(config: TriptychStackConfig) -> nn.Dropout:
+    """The dropout before a classification layer."""
+    return nn.Dropout(config.hidden_dropout if config.classifier_dropout is None else config.classifier_dropout)
+
+
+class TriptychPredictionHead(nn.Module):
+    """norm(act(W x)), from hidden states [..., D] to what the token table, or a class, is compared with."""
+
+    def __init__(self, config: TriptychStackConfig, size: int):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, size, bias=config.prediction_bias)
+        self.act = ACT2FN[config.hidden_act]
+        self.norm = build_norm(config, size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.act(self.dense(hidden_states)))
+
+
+class TriptychHead(TriptychPreTrainedModel):
+    """A base model under `model`, and the way most heads answer."""
+
+    output_class: type[ModelOutput]
+    reads_pooler = False
+
+    def __init__(self, config: TriptychConfig):
+        super().__init__(config)
+        options = {"add_pooling_layer": self.has_pooler(config)} if config.topology == "encoder" else {}
+        self.model = BASE_MODELS[config.topology](config, **options)
+        self.num_labels = config.num_labels
+
+    @classmethod
+    def has_pooler(cls, config: TriptychConfig) -> bool:
+        """Whether an encoder's head reads the base model's pooling layer."""
+        return cls.reads_pooler
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module):
+        self.model.set_input_embeddings(value)
+
+    def answer(self, outputs: ModelOutput, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Logits, from what the base model wrote."""
+        raise NotImplementedError
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs) -> torch.Tensor:
+        return cross_entropy(logits, labels, **kwargs)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        use_cache: bool = False,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> ModelOutput:
+        """The base model's arguments, and:
+
+        Args:
+            labels: what the class says; -100 is ignored.
+            num_items_in_batch: labels in all the batches of one (accumulated) step; the loss is divided by it.
+            label_smoothing: probability mass spread evenly over all labels.
+
+        Returns:
+            `logits`, and the `loss` if there are labels.
+        """
+        label_smoothing = kwargs.pop("label_smoothing", 0.0)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.answer(outputs, attention_mask)
+        loss = None
+        if labels is not None:
+            loss = self.loss(logits, labels, num_items_in_batch=num_items_in_batch, label_smoothing=label_smoothing)
+        return self.output_class(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class LanguageModelHead(TriptychHead):
+    """A projection onto the vocabulary, tied to the token table if the configuration says so."""
+
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+    has_bias = False
+
+    def __init__(self, config: TriptychConfig):
+        super().__init__(config)
+        stack = config.get_text_config()
+        has_bias = self.has_bias if config.lm_head_bias is None else config.lm_head_bias
+        self.lm_head = nn.Linear(stack.embedding_size, stack.vocab_size, bias=has_bias)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module):
+        self.lm_head = value
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of hidden states in the width of the token table [..., E]."""
+        logits = self.lm_head(hidden_states)
+        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+
+    def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs) -> nn.Embedding:
+        """As in transformers; source and target tables follow if they are one table."""
+        config = self.config
+        if config.topology == "encoder_decoder" and not config.share_embeddings:
+            raise ValueError("`share_embeddings` is False, so source and target vocabularies cannot be resized as one.")
+        embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        for part in (config, config.encoder, config.decoder) if config.topology == "encoder_decoder" else ():
+            part.vocab_size = embeddings.num_embeddings
+        return embeddings
+
+
+class GenerativeHead(LanguageModelHead, GenerationMixin):
+    """A language model that `generate()` can drive; a factorised token table is reached through `embed_out`."""
+
+    def __init__(self, config: TriptychConfig):
+        super().__init__(config)
+        stack = config.get_text_config()
+        if stack.embedding_size != stack.hidden_size:
+            self.embed_out = nn.Linear(stack.hidden_size, stack.embedding_size, bias=False)
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().project(self.embed_out(hidden_states) if hasattr(self, "embed_out") else hidden_states)
+
+    def create_masks_for_generate(self, attention_mask: torch.Tensor | None, cache: Cache, **kwargs):
+        """With a static cache, masks are still composed by the forward, from a 2D mask of one fixed length."""
+        if attention_mask is None:
+            return None
+        return F.pad(attention_mask, (0, max(0, cache.get_max_length() - attention_mask.shape[1])))

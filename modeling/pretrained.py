@@ -1,0 +1,102 @@
+"""What every model of the family is: its initial weights, the backends that it accepts, how it is loaded and saved."""
+
+import shutil
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.utils.generic import is_flash_attention_requested
+
+from .auto_map import auto_map
+from .configuration_triptych import TriptychConfig
+from .norms import TriptychZeroCenteredRMSNorm
+
+
+class TriptychPreTrainedModel(PreTrainedModel):
+    """What all panels and heads share: initial weights, backends, saving."""
+
+    config: TriptychConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TriptychLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    # A pooling layer belongs to what reads it; another model that is loaded from the same weights goes without.
+    _keys_to_ignore_on_load_unexpected = [r"\bpooler\."]
+
+    def __init__(self, config: TriptychConfig, *args, **kwargs):
+        topology = self.config_class.__dataclass_fields__["topology"].default
+        if type(self).config_class is not TriptychConfig and config.topology != topology:
+            raise ValueError(
+                f"`config.topology` is {config.topology!r}, but {type(self).__name__} is built from {topology!r}."
+            )
+        super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args, use_safetensors: bool | None = None, **kwargs):
+        """Loads as transformers does, but never a pickle: a file of weights must not be able to run code."""
+        if use_safetensors is False:
+            raise ValueError("`use_safetensors` is False, but weights are only read from safetensors files.")
+        return super().from_pretrained(*args, use_safetensors=True, **kwargs)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        """Refuses, at construction and at every switch, a backend that would ignore part of the configuration."""
+        if is_flash_attention_requested(requested_attention_implementation=attn_implementation):
+            config = self.config
+            for stack in (config.encoder, config.decoder) if config.topology == "encoder_decoder" else (config,):
+                if stack.position_embedding_type in ("relative", "alibi"):
+                    raise ValueError(
+                        f"`attn_implementation` is {attn_implementation!r}, which cannot add the biases of "
+                        f"`position_embedding_type` = {stack.position_embedding_type!r}; use sdpa or flex_attention."
+                    )
+                if "chunked_attention" in stack.layer_types:
+                    raise ValueError(
+                        f"`attn_implementation` is {attn_implementation!r}, which has no chunks, but `layer_types` has "
+                        "'chunked_attention'; use sdpa or flex_attention."
+                    )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def _init_weights(self, module: nn.Module):
+        """All initial weights.
+
+        Biases are 0 and the gains of norms 1. With an `initializer_range`, weights are normal of that deviation;
+        without, projections are Glorot-uniform (Glorot & Bengio 2010) and embeddings normal of deviation
+        `width ** -0.5`, as in the 2017 code. What writes into the residual stream of a deep stack starts smaller: see
+        `residual_gain`.
+        """
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, TriptychZeroCenteredRMSNorm):
+            init.zeros_(module.weight)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
+        elif isinstance(module, nn.Linear):
+            gain = getattr(module, "init_gain", 1.0)
+            if std is None:
+                init.xavier_uniform_(module.weight, gain=gain)
+            else:
+                init.normal_(module.weight, std=std * gain)
+
+    def save_pretrained(self, save_directory, *args, with_code: bool | None = None, **kwargs):
+        """Saves as transformers does, as safetensors.
+
+        Args:
+            with_code: also copy the family's code, so that `trust_remote_code=True` loads every head of the folder
+                where the package is not installed; None does so if this model came with code, or its class was given
+                to `register_for_auto_class`.
+        """
+        if with_code is None:
+            with_code = self.is_remote_code() or hasattr(self.config, "auto_map")
+        if not with_code and hasattr(self.config, "auto_map"):
+            del self.config.auto_map
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if with_code and kwargs.get("is_main_process", True):
+            self.config.auto_map = auto_map(self.config.topology)
+            self.config.save_pretrained(save_directory)
+            for file in Path(__file__).parent.glob("*.py"):
+                if file.name != "__init__.py":
+                    shutil.copyfile(file, Path(save_directory) / file.name)

@@ -1,0 +1,196 @@
+"""Known models come in exactly and go back out: equal outputs, losses, gradients and texts, bitwise equal weights."""
+
+import pytest
+import torch
+from sources import CASES, LABELS, SPECIAL, VOCAB, build_source
+from tiny import assert_equal, assert_equal_gradients, pad_rows
+from transformers import GenerationConfig
+
+import triptych
+from triptych.conversion.convert import find, own_weights, table_of, to_ours
+
+GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")
+LENGTHS = (11, 7, 9)
+
+
+def tokens(*lengths: int) -> list[torch.Tensor]:
+    return [torch.randint(3, VOCAB, (length,)) for length in lengths]
+
+
+def batch_for(name: str, config, side: str = "right", sources=None) -> dict:
+    """A padded batch of the inputs that a class of theirs takes, without labels."""
+    ids, mask = pad_rows(sources or tokens(*LENGTHS), side)
+    ids = ids.masked_fill(mask == 0, config.pad_token_id)
+    batch = dict(input_ids=ids, attention_mask=mask)
+    if getattr(config, "type_vocab_size", 0):
+        batch["token_type_ids"] = torch.randint(0, config.type_vocab_size, ids.shape)
+    if name.endswith("MultipleChoice"):
+        batch = {key: torch.stack((value, value.roll(1, 0)), dim=1) for key, value in batch.items()}
+    if config.is_encoder_decoder and not name.endswith("EncoderModel"):
+        batch["decoder_input_ids"] = torch.randint(3, VOCAB, (len(ids), 6))
+    return batch
+
+
+def labels_for(name: str, batch: dict) -> dict:
+    ids, rows = batch["input_ids"], len(batch["input_ids"])
+    words = ids.masked_fill(batch["attention_mask"] == 0, -100)
+    if "decoder_input_ids" in batch:
+        words = torch.randint(3, VOCAB, batch["decoder_input_ids"].shape)
+        words[1, 4:] = -100
+    if name.endswith(("Model",)) and not name.endswith(GENERATIVE):
+        return {}
+    if name.endswith("ForQuestionAnswering"):
+        return dict(start_positions=torch.randint(1, 6, (rows,)), end_positions=torch.randint(1, 6, (rows,)))
+    if name.endswith("ForTokenClassification"):
+        return dict(labels=torch.randint(0, LABELS, ids.shape).masked_fill(batch["attention_mask"] == 0, -100))
+    if name.endswith("ForSequenceClassification"):
+        return dict(labels=torch.randint(0, LABELS, (rows,)))
+    if name.endswith(("MultipleChoice", "NextSentencePrediction")):
+        return dict(labels=torch.randint(0, 2, (rows,)))
+    if name.endswith("ForPreTraining"):
+        second = "sentence_order_label" if name.startswith("Albert") else "next_sentence_label"
+        return {"labels": words, second: torch.randint(0, 2, (rows,))}
+    return dict(labels=words)
+
+
+# What their outputs are called here.
+OUTPUTS = {"sop_logits": "seq_relationship_logits"}
+OUTPUTS |= {name: name for name in ("logits", "prediction_logits", "seq_relationship_logits")}
+OUTPUTS |= {name: name for name in ("start_logits", "end_logits", "last_hidden_state", "pooler_output")}
+
+
+def compare(mine, other, real: torch.Tensor | None):
+    """All that both outputs say, at real tokens."""
+    compared = 0
+    for theirs_name, ours_name in OUTPUTS.items():
+        expected = other.get(theirs_name)
+        if expected is None:
+            continue
+        actual = mine[ours_name]
+        where = real if real is not None and expected.shape[: real.ndim] == real.shape else slice(None)
+        # Rounding errors grow with what they are errors of: T5 does not scale its dot products.
+        tolerance = 1e-5 * max(1, expected[where].abs().max().item())
+        assert_equal(actual[where], expected[where], tolerance=tolerance, what=theirs_name)
+        compared += 1
+    assert compared
+    return compared
+
+
+@pytest.mark.parametrize(("model_type", "variant", "name"), CASES)
+def test_outputs_loss_and_gradients(model_type, variant, name):
+    theirs = build_source(model_type, variant, name)
+    ours = triptych.import_model(theirs)
+    # To us a pad is no answer, and theirs count it as one.
+    batch = batch_for(name, theirs.config, sources=tokens(9, 9, 9) if name.endswith("ForQuestionAnswering") else None)
+    labels = labels_for(name, batch)
+    renamed = {("next_sentence_label" if key == "sentence_order_label" else key): v for key, v in labels.items()}
+    real = batch["attention_mask"].bool() if "decoder_input_ids" not in batch else None
+    expected = theirs(**batch, **labels, output_hidden_states=True)
+    actual = ours(**batch, **renamed, output_hidden_states=True)
+    compare(actual, expected, real)
+    for key in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+        if expected.get(key) is None:
+            continue
+        padding = batch["attention_mask"].bool().flatten(0, -2) if key != "decoder_hidden_states" else None
+        assert len(actual[key]) == len(expected[key])
+        for mine, other in zip(actual[key], expected[key], strict=True):
+            where = slice(None) if padding is None else padding
+            tolerance = 1e-5 * max(1, other[where].abs().max().item())
+            assert_equal(mine[where], other[where], tolerance=tolerance, what=key)
+    if not labels:
+        return
+    assert_equal(actual.loss, expected.loss, tolerance=1e-5 * max(1, expected.loss.item()), what="loss")
+    architecture, head = find(model_type, name)
+    table = table_of(architecture, head, theirs, ours.config)
+    wanted = to_ours(table, own_gradients(theirs, expected.loss), ours.config)
+    got = own_gradients(ours, actual.loss)
+    got = {key: value for key, value in got.items() if key in wanted or value.abs().max() > 0}
+    got.pop("lm_head.bias", None) if "final_logits_bias" in theirs.state_dict() else None  # a buffer there
+    assert_equal_gradients(got, wanted)
+
+
+def own_gradients(model, loss) -> dict[str, torch.Tensor]:
+    """Gradients under the names that weights are saved by; a tied one is a parameter of two names."""
+    loss.backward()
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: p.grad for name, p in parameters if p.grad is not None and name not in model.all_tied_weights_keys}
+
+
+@pytest.mark.parametrize(("model_type", "variant", "name"), CASES)
+def test_left_padding(model_type, variant, name):
+    """Ours on texts behind pads is theirs on each text alone."""
+    theirs = build_source(model_type, variant, name)
+    ours = triptych.import_model(theirs)
+    if name.endswith("MultipleChoice"):
+        pytest.skip("texts of several choices are padded as any others")
+    texts = tokens(*LENGTHS)
+    batch = batch_for(name, theirs.config, "left", texts)
+    output = ours(**batch)
+    for row, text in enumerate(texts):
+        alone = {key: value[row : row + 1] for key, value in batch.items()}
+        for key in set(alone) - {"decoder_input_ids"}:
+            alone[key] = alone[key][:, -len(text) :]
+        expected = theirs(**alone)
+        mine = {key: value[row : row + 1] for key, value in output.items() if isinstance(value, torch.Tensor)}
+        for key, value in mine.items():
+            if value.ndim > 1 and value.shape[1] == batch["input_ids"].shape[1]:
+                mine[key] = value[:, -len(text) :]
+        compare(mine, expected, None)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(("model_type", "variant", "name"), [case for case in CASES if case[2].endswith(GENERATIVE)])
+def test_generation(model_type, variant, name, beams):
+    """Greedy and beam search from left-padded prompts give their tokens of each prompt alone, cached and not."""
+    theirs = build_source(model_type, variant, name)
+    ours = triptych.import_model(theirs)
+    settings = GenerationConfig(
+        max_new_tokens=10,
+        num_beams=beams,
+        do_sample=False,
+        repetition_penalty=1.3,
+        decoder_start_token_id=getattr(theirs.config, "decoder_start_token_id", None),
+        **SPECIAL,
+    )
+    prompts = tokens(9, 5, 7)
+    ids, mask = pad_rows(prompts, "left")
+    theirs.generation_config = ours.generation_config = settings
+    cached = ours.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+    uncached = ours.generate(input_ids=ids, attention_mask=mask, generation_config=settings, use_cache=False)
+    start = 0 if theirs.config.is_encoder_decoder else ids.shape[1]
+    texts = []
+    for row, prompt in enumerate(prompts):
+        expected = theirs.generate(input_ids=prompt[None], generation_config=settings)[0]
+        texts.append(trimmed(expected[len(prompt) if start else 0 :]))
+        assert trimmed(cached[row, start:]) == texts[-1]
+        assert trimmed(uncached[row, start:]) == texts[-1]
+    assert len({tuple(text) for text in texts}) > 1, "all texts are the same: the comparison says little"
+
+
+def trimmed(row: torch.Tensor) -> list[int]:
+    """Tokens up to the end of the text; what is behind it depends on the longest text of the batch."""
+    row = row.tolist()
+    end = SPECIAL["eos_token_id"]
+    return row[: row.index(end, 1)] if end in row[1:] else row
+
+
+@pytest.mark.parametrize(("model_type", "variant", "name"), CASES)
+def test_weights_go_there_and_back(model_type, variant, name, tmp_path):
+    """Bitwise, in both directions, through a saved folder of theirs."""
+    theirs = build_source(model_type, variant, name)
+    ours = triptych.import_model(theirs)
+    triptych.export_model(ours, model_type).save_pretrained(tmp_path)
+    back = type(theirs).from_pretrained(tmp_path)
+    assert_same_weights(back, theirs)
+    assert_same_weights(triptych.import_model(tmp_path), ours)
+    assert triptych.import_model(back).config.to_dict() == {
+        **ours.config.to_dict(),
+        "_name_or_path": triptych.import_model(back).config.to_dict()["_name_or_path"],
+    }
+
+
+def assert_same_weights(actual, expected):
+    mine, others = own_weights(actual), own_weights(expected)
+    assert mine.keys() == others.keys()
+    for key, value in others.items():
+        assert mine[key].dtype == value.dtype and torch.equal(mine[key], value), key
