@@ -1,9 +1,13 @@
 """Known models come in exactly and go back out: equal outputs, losses, gradients and texts, bitwise equal weights."""
 
+import re
+
 import pytest
 import torch
-from sources import CASES, LABELS, SPECIAL, VOCAB, build_source
-from tiny import assert_equal, assert_equal_gradients, pad_rows
+import transformers
+from safetensors.torch import load_file, save_file
+from sources import CASES, LABELS, SOURCES, SPECIAL, VOCAB, build_source
+from tiny import FLEX, assert_equal, assert_equal_gradients, pad_rows, tiny_model
 from transformers import GenerationConfig
 
 import triptych
@@ -194,3 +198,194 @@ def assert_same_weights(actual, expected):
     assert mine.keys() == others.keys()
     for key, value in others.items():
         assert mine[key].dtype == value.dtype and torch.equal(mine[key], value), key
+
+
+LANGUAGE_MODELS = [case for case in CASES if case[2].endswith((*GENERATIVE, "ForMaskedLM"))]
+
+
+@pytest.mark.parametrize("backend", ["eager", FLEX])
+@pytest.mark.parametrize(("model_type", "variant", "name"), LANGUAGE_MODELS)
+def test_every_backend(model_type, variant, name, backend):
+    """sdpa is what all other tests here run on."""
+    theirs = build_source(model_type, variant, name)
+    if backend == "flex_attention":
+        torch._dynamo.reset()
+    ours = triptych.import_model(theirs, attn_implementation=backend)
+    assert ours.config._attn_implementation == backend
+    batch = batch_for(name, theirs.config)
+    real = batch["attention_mask"].bool() if "decoder_input_ids" not in batch else None
+    with torch.no_grad():
+        compare(ours(**batch), theirs(**batch), real)
+
+
+def test_pretraining_loss_is_berts_however_the_masked_tokens_lie():
+    """The sum of two plain means, as Devlin et al. 2019 have it: a text without masked tokens still has a sentence."""
+    theirs = build_source("bert", "", "BertForPreTraining")
+    ours = triptych.import_model(theirs)
+    batch = batch_for("BertForPreTraining", theirs.config)
+    batch |= labels_for("BertForPreTraining", batch)
+    batch["labels"][1:] = -100
+    assert_equal(ours(**batch).loss, theirs(**batch).loss)
+
+
+def test_settings_of_generation_names_of_labels_and_dtype_come_along():
+    theirs = build_source("bart", "", "BartForConditionalGeneration").to(torch.bfloat16)
+    theirs.generation_config.num_beams, theirs.generation_config.no_repeat_ngram_size = 4, 3
+    ours = triptych.import_model(theirs)
+    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    assert ours.dtype == torch.bfloat16 and not ours.training
+    back = triptych.export_model(ours, "bart")
+    assert back.dtype == torch.bfloat16 and back.generation_config.num_beams == 4
+
+    theirs = build_source("roberta", "", "RobertaForSequenceClassification")
+    theirs.config.id2label, theirs.config.label2id = {0: "a", 1: "b", 2: "c", 3: "d"}, {"a": 0, "b": 1, "c": 2, "d": 3}
+    ours = triptych.import_model(theirs)
+    assert ours.config.id2label == theirs.config.id2label
+    assert triptych.export_model(ours, "roberta").config.label2id == theirs.config.label2id
+
+
+def test_an_imported_model_has_weights_of_its_own():
+    theirs = build_source("llama", "", "LlamaForCausalLM")
+    ours = triptych.import_model(theirs)
+    back = triptych.export_model(ours, "llama")
+    before = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    with torch.no_grad():
+        for parameter in (*ours.parameters(), *back.parameters()):
+            parameter.add_(1)
+    assert all(torch.equal(before[name], tensor) for name, tensor in theirs.state_dict().items())
+    assert torch.equal(back.lm_head.weight, ours.lm_head.weight)  # both moved by one
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def tiny_source(model_type, name, **settings):
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**{**SOURCES[model_type][""], **settings}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "settings", "sentence"),
+    [
+        (
+            "gpt2",
+            "GPT2LMHeadModel",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "`scale_attn_by_inverse_layer_idx` = True",
+        ),
+        ("bert", "BertForMaskedLM", {"is_decoder": True}, "`is_decoder` = True of bert is not supported; False is."),
+        ("albert", "AlbertForMaskedLM", {"num_hidden_groups": 3}, "`num_hidden_groups` = 3 of albert is not supported"),
+        ("roberta", "RobertaForMaskedLM", {"hidden_act": "relu"}, "`hidden_act` = 'relu' of roberta is not supported"),
+        ("modernbert", "ModernBertForMaskedLM", {"classifier_activation": "relu"}, "`classifier_activation` = 'relu'"),
+        ("opt", "OPTForCausalLM", {"word_embed_proj_dim": 12}, "`word_embed_proj_dim` = 12 of opt is not supported"),
+        ("stablelm", "StableLmForCausalLM", {"qk_layernorm": True}, "`qk_layernorm` = True of stablelm is not"),
+        ("bloom", "BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "of bloom is not supported"),
+    ],
+)
+def test_a_feature_that_does_not_fit_is_refused_by_name(model_type, name, settings, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        triptych.import_model(tiny_source(model_type, name, **settings))
+
+
+def test_an_architecture_or_head_that_does_not_fit_is_refused_by_name():
+    sizes = dict(vocab_size=VOCAB, hidden_size=12, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
+    with pytest.raises(ValueError, match="Disentangled attention of deberta is not supported"):
+        triptych.import_model(transformers.DebertaModel(transformers.DebertaConfig(**sizes)))
+    with pytest.raises(ValueError, match="The architecture 'nystromformer' is not supported; supported are albert, "):
+        triptych.import_model(transformers.NystromformerModel(transformers.NystromformerConfig(**sizes)))
+    with pytest.raises(ValueError, match="BartForSequenceClassification of bart is not supported; supported are Bart"):
+        triptych.import_model(tiny_source("bart", "BartForSequenceClassification"))
+    with pytest.raises(ValueError, match="is a Triptych model already"):
+        triptych.import_model(tiny_model("decoder"))
+
+
+def test_what_the_other_architecture_cannot_have_is_refused_by_name():
+    with pytest.raises(ValueError, match="`attention_bias` is False, but must be True in bert"):
+        triptych.export_model(tiny_model("encoder", norm_position="post"), "bert")
+    with pytest.raises(ValueError, match="TriptychForCausalLM has no counterpart in bert"):
+        triptych.export_model(tiny_model("decoder"), "bert")
+    ours = triptych.import_model(build_source("llama", "", "LlamaForCausalLM"))
+    with pytest.raises(ValueError, match="`qk_norm` is False, but must be True in qwen3"):
+        triptych.export_model(ours, "qwen3")
+
+
+def test_one_architecture_leaves_as_another_where_both_have_a_point():
+    """Llama without windows is a Mistral without windows."""
+    theirs = build_source("llama", "", "LlamaForCausalLM")
+    theirs.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    theirs = type(theirs).from_pretrained(None, config=theirs.config, state_dict=theirs.state_dict())
+    mistral = triptych.export_model(triptych.import_model(theirs), "mistral")
+    assert isinstance(mistral, transformers.MistralForCausalLM)
+    ids = torch.randint(3, VOCAB, (2, 9))
+    assert_equal(mistral(ids).logits, theirs(ids).logits)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved BERT."""
+    build_source("bert", "", "BertForMaskedLM").save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def test_a_pickle_is_refused_with_the_way_to_convert_it(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"pytorch_model.bin' is a pickle.* use_safetensors=False"):
+        triptych.import_model(folder)
+
+
+def test_a_broken_file_is_named(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    for broken in (whole[:-100], whole[:50], b"", b"\xff" * 100):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"model.safetensors' is truncated or corrupted"):
+            triptych.import_model(folder)
+
+
+def test_missing_and_unexpected_weights_are_listed(folder, caplog):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    save_file({**weights, "extra.weight": torch.ones(2)}, path)
+    triptych.import_model(folder)
+    assert "has weights that BertForMaskedLM does not, which stay behind: extra.weight." in caplog.text
+    del weights["bert.encoder.layer.1.output.dense.bias"]
+    save_file(weights, path)
+    with pytest.raises(
+        ValueError, match=r"Missing weights of .* as BertForMaskedLM: bert.encoder.layer.1.output.dense.bias\."
+    ):
+        triptych.import_model(folder)
+    weights["bert.encoder.layer.1.output.dense.bias"] = torch.zeros(3)
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=r"Mismatched weights of .*: bert.encoder.layer.1.output.dense.bias\."):
+        triptych.import_model(folder)
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ValueError, match="has no configuration that can be read"):
+        triptych.import_model(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Real weights
+
+
+@pytest.mark.data
+def test_stories_go_on_as_llama_tells_them(data_folder):
+    theirs = transformers.LlamaForCausalLM.from_pretrained(data_folder / "stories260k")
+    ours = triptych.import_model(data_folder / "stories260k")
+    start = torch.tensor([[1]])
+    expected = theirs.generate(start, max_new_tokens=200, do_sample=False)
+    assert expected.shape[1] == 201
+    assert torch.equal(ours.generate(start, max_new_tokens=200, do_sample=False), expected)
+
+
+@pytest.mark.data
+def test_masks_are_filled_as_albert_fills_them(data_folder):
+    theirs = transformers.AlbertForMaskedLM.from_pretrained(data_folder / "rxnmapper_albert")
+    ours = triptych.import_model(data_folder / "rxnmapper_albert")
+    ids = torch.randint(5, theirs.config.vocab_size, (8, 50))
+    expected, actual = theirs(ids).logits, ours(ids).logits
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+    assert_equal(actual, expected, tolerance=1e-5 * expected.abs().max().item())
