@@ -33,6 +33,7 @@ from triptych.training.recipe import Recipe
 from triptych.training.renaming import RenamedExamples
 from triptych.training.streaming import StreamedExamples, first_window, open_stream
 from triptych.training.subwords import RegularizedPairs
+from triptych.training.token_dropout import TokenDropout
 from triptych.training.tokenization import build_tokenizer
 
 
@@ -81,11 +82,16 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     train = _training_examples(recipe, task, tokenizer, first, rows[0], rows_of, labels)
     validation = build_examples(task, rows[1], tokenizer, recipe)
     collator = task.collator(tokenizer)
+    training_collator = collator
+    if recipe.data.token_dropout:
+        if task.name == "multiple_choice":
+            raise UserError("recipe key 'data.token_dropout' must be 0, as multiple_choice has several texts a row")
+        training_collator = TokenDropout(collator, tokenizer, recipe.data.token_dropout)
     updates = processes * recipe.gradient_accumulation_steps
     return Parts(
         model,
         tokenizer,
-        build_loader(train, collator, recipe.max_tokens, seed=recipe.seed, multiple_of=updates),
+        build_loader(train, training_collator, recipe.max_tokens, seed=recipe.seed, multiple_of=updates),
         build_loader(validation, collator, recipe.max_tokens, shuffle=False, multiple_of=processes),
         fingerprint=digest_of(rows),
         score=lambda model: score_rows(model, task, validation, collator, recipe),

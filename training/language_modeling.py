@@ -15,7 +15,6 @@ from triptych.training.padding import (
     Batch,
     check_share,
     compact,
-    ordinary_tokens,
     pad_rows,
     read_column,
     read_texts,
@@ -136,29 +135,13 @@ class Seq2SeqCollator:
 
     Args:
         tokenizer: its pad token and side fill the sources.
-        token_dropout: probability of each ordinary source token to become `<unk>` (Gal and Ghahramani 2016, arXiv
-            1512.05287; for translation Sennrich et al. 2016, arXiv 1606.02891).
-
-    Raises:
-        UserError: the probability is impossible, or the tokenizer lacks `<unk>` for it.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    token_dropout: float = 0.0
-
-    def __post_init__(self):
-        check_share("token_dropout", self.token_dropout)
-        if self.token_dropout:
-            token_id(self.tokenizer, "unk_token")
 
     def __call__(self, features: list[dict]) -> Batch:
         """Return `input_ids` and `attention_mask` [B, S], and `labels` [B, T] where the features have them."""
-        ids, real = read_texts(features)
-        if self.token_dropout:
-            dropped = uniforms(row_seeds(features), ids.shape[1]) < self.token_dropout
-            dropped &= ordinary_tokens(ids, real, self.tokenizer)
-            ids = np.where(dropped, self.tokenizer.unk_token_id, ids)
-        batch = text_inputs(ids, real, self.tokenizer) | type_inputs(features, self.tokenizer)
+        batch = text_inputs(*read_texts(features), self.tokenizer) | type_inputs(features, self.tokenizer)
         if "labels" in features[0]:
             batch["labels"] = pad_rows([feature["labels"] for feature in features], IGNORE)
         return tensors(batch)

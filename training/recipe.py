@@ -60,6 +60,7 @@ class DataRecipe:
         cache: folder for token ids, so that the next training on the same texts starts at once; null keeps none.
         window: training examples to hold in memory at a time; null reads all of them at the start. A window takes an
             epoch's place: batches are shuffled within it, and the tokenizer is trained on the first one.
+        token_dropout: probability with which a token is hidden in training, see `triptych.training.token_dropout`.
         interchangeable, keep_beside: groups of words that change places in training, and words beside which they do
             not, see `triptych.training.renaming`.
         dates: split name to number of examples, see `triptych.training.dates`.
@@ -76,6 +77,7 @@ class DataRecipe:
     num_proc: int | None = None
     cache: str | None = None
     window: int | None = None
+    token_dropout: float = 0.0
     interchangeable: list[list[str]] = field(default_factory=list)
     keep_beside: list[str] = field(default_factory=list)
     dates: dict[str, int] = field(default_factory=dict)
@@ -326,6 +328,7 @@ def _check_data(data: DataRecipe) -> None:
     _require(len(sections) == 1, "data", "given by exactly one of splits and dates", sections)
     names = list(getattr(data, sections[0]))
     _require({"train", "validation"} <= set(names), f"data.{sections[0]}", "train, validation and any tests", names)
+    _require(0 <= data.token_dropout < 1, "data.token_dropout", "at least 0 and below 1", data.token_dropout)
 
 
 def _require(holds: bool, key: str, allowed: str, value: Any) -> None:

@@ -58,7 +58,10 @@ MAY_CHANGE = {
 }
 STRETCHED_SCHEDULES = ("cosine", "linear")
 # What the data that are compared do not show: how examples are drawn from them.
-DRAWS = (("tokenizer", "dropout"), ("data", "interchangeable"), ("data", "keep_beside"), ("data", "window"))
+DRAWS = (
+    ("tokenizer", "dropout"),
+    *(("data", name) for name in ("token_dropout", "interchangeable", "keep_beside", "window")),
+)
 
 
 @dataclass

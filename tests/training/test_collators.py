@@ -164,7 +164,7 @@ CASES = {
     "denoising": Case(
         DenoisingCollator, text_in_sentences, seq2seq_lm, {"deletion_probability": 0.1, "permute_sentences": True}
     ),
-    "seq2seq": Case(Seq2SeqCollator, source_and_target, seq2seq_lm, {"token_dropout": 0.2}),
+    "seq2seq": Case(Seq2SeqCollator, source_and_target, seq2seq_lm),
     "causal seq2seq": Case(CausalSeq2SeqCollator, source_and_target, causal_lm, labels_at_tokens=True),
     "prefix seq2seq": Case(
         CausalSeq2SeqCollator, source_and_target, causal_lm, {"prefix_attention": True}, labels_at_tokens=True

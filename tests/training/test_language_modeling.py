@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,11 +6,9 @@ from test_collators import (
     BOS,
     CASES,
     EOS,
-    FIRST_WORD,
     LENGTHS,
     PAD,
     SEP,
-    UNK,
     make_tokenizer,
     source_and_target,
     text,
@@ -20,7 +17,6 @@ from test_collators import (
 from transformers import DataCollatorForSeq2Seq
 
 from triptych.losses import next_token_labels
-from triptych.training.draws import uniforms
 from triptych.training.errors import UserError
 from triptych.training.language_modeling import (
     CausalLMCollator,
@@ -194,35 +190,6 @@ def test_a_pair_costs_what_it_costs_alone(side):
 def test_sources_without_targets_are_a_batch_too():
     batch = Seq2SeqCollator(make_tokenizer())([{"input_ids": [A, EOS]}])
     assert_batch(batch, input_ids=[[A, EOS]], attention_mask=[[1, 1]])
-
-
-def test_token_dropout_by_hand():
-    rows = [source_and_target(length) for length in (5, 40, 20)]
-    rows[1]["input_ids"][3] = SEP
-    batch = Seq2SeqCollator(make_tokenizer(), token_dropout=0.3)(rows)
-    for row, feature in enumerate(rows):
-        ids = feature["input_ids"]
-        draws = uniforms(np.array([feature["seed"]], np.uint64), len(ids))[0]
-        expected = [UNK if t >= FIRST_WORD and draw < 0.3 else t for t, draw in zip(ids, draws, strict=True)]
-        assert batch["input_ids"][row, : len(ids)].tolist() == expected
-        assert [token for token in batch["labels"][row].tolist() if token != NO] == feature["labels"]
-
-
-def test_token_dropout_spares_specials_and_pads():
-    row = {"input_ids": [BOS, *words(9), EOS, *words(9), EOS], "labels": [EOS]}
-    rows = [row | {"seed": seed} for seed in range(10_000)]
-    batch = Seq2SeqCollator(make_tokenizer("left", pad="</s>"), token_dropout=0.2)(
-        [{"input_ids": [A] * 30, **rows[0]}, *rows]
-    )
-    dropped = (batch["input_ids"] == UNK)[1:]
-    is_special = torch.tensor(row["input_ids"]) < FIRST_WORD
-    assert not dropped[:, -len(is_special) :][:, is_special].any()
-    assert not dropped[batch["attention_mask"][1:] == 0].any()
-    assert abs(dropped.sum() / 180_000 - 0.2) < 4 * (0.2 * 0.8 / 180_000) ** 0.5
-    with pytest.raises(UserError, match="token_dropout is -1"):
-        Seq2SeqCollator(make_tokenizer(), token_dropout=-1)
-    with pytest.raises(UserError, match="no unk_token"):
-        Seq2SeqCollator(make_tokenizer(unk_token=None), token_dropout=0.1)
 
 
 @pytest.mark.parametrize("prefix_attention", [False, True])
