@@ -1,4 +1,4 @@
-"""Speed beside transformers' own models of the same shape: the same work in one run, taken in turns.
+"""Speed beside transformers' own models of equal weights: the same work in one run, taken in turns.
 
 A time is the median over the rounds; a ratio is the median of the rounds' ratios, so that a machine whose speed drifts
 slows both sides alike. Above 1 the family is faster.
@@ -17,10 +17,7 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
-from triptych import TriptychConfig
-
-WIDTH = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-VOCABULARY = 8000
+from triptych import import_model
 
 
 @dataclass
@@ -34,57 +31,69 @@ class Measurement:
     ratio: float
 
 
-def encoder_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """BERT's shape with a masked language model's head."""
-    ours = TriptychConfig.from_preset("bert_base", vocab_size=VOCABULARY, intermediate_size=1024, **WIDTH)
-    peer = transformers.BertConfig(vocab_size=VOCABULARY, intermediate_size=1024, **WIDTH)
-    return tuple(transformers.AutoModelForMaskedLM.from_config(config) for config in (ours, peer))
+def bert_base() -> PreTrainedModel:
+    return transformers.BertForMaskedLM(transformers.BertConfig())
 
 
-def decoder_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Llama's shape, two key/value heads."""
-    shape = {**WIDTH, "vocab_size": VOCABULARY, "intermediate_size": 704, "num_key_value_heads": 2}
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    ours = TriptychConfig.from_preset("llama_1b", **shape, **special, head_dim=None, rope_parameters=rope)
-    peer = transformers.LlamaConfig(**shape, **special, rope_parameters=rope, tie_word_embeddings=True)
-    return tuple(transformers.AutoModelForCausalLM.from_config(config) for config in (ours, peer))
+def gpt2_small() -> PreTrainedModel:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(eos_token_id=None, pad_token_id=0))
 
 
-def encoder_decoder_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+def llama() -> PreTrainedModel:
+    """Llama's layers at the size of GPT-2 small, four query heads to a key/value head."""
+    config = transformers.LlamaConfig(
+        hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=3, intermediate_size=2048,
+        eos_token_id=None, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def t5_small() -> PreTrainedModel:
+    config = transformers.T5Config(eos_token_id=None, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def marian_tiny() -> PreTrainedModel:
     """Marian at the size of Transformer-Tiny (Wu et al. 2021)."""
-    ours = TriptychConfig.from_preset("transformer_tiny", eos_token_id=None, attention_bias=True)
-    peer = transformers.MarianConfig(
-        **{f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in
-           (("layers", 4), ("attention_heads", 4), ("ffn_dim", 256))},
-        vocab_size=10000, d_model=128, dropout=0.3, activation_function="relu", scale_embedding=True,
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in
+             (("layers", 4), ("attention_heads", 4), ("ffn_dim", 256))}  # fmt: skip
+    config = transformers.MarianConfig(
+        **sides, vocab_size=10000, d_model=128, dropout=0.3, activation_function="relu", scale_embedding=True,
         pad_token_id=0, eos_token_id=None, forced_eos_token_id=None, decoder_start_token_id=1,
     )  # fmt: skip
-    return tuple(transformers.AutoModelForSeq2SeqLM.from_config(config) for config in (ours, peer))
+    return transformers.MarianMTModel(config)
 
 
-SHAPES: dict[str, Callable[[], tuple[PreTrainedModel, PreTrainedModel]]] = {
-    "BERT, 4 layers of 256": encoder_pair,
-    "Llama, 4 layers of 256": decoder_pair,
-    "Marian, 4 + 4 layers of 128": encoder_decoder_pair,
+# Models of transformers; the family's side is each of them imported, so that weights are equal, too.
+SHAPES: dict[str, Callable[[], PreTrainedModel]] = {
+    "BERT-base": bert_base,
+    "GPT-2 small": gpt2_small,
+    "Llama, 12 layers of 768": llama,
+    "T5-small": t5_small,
+    "Marian, 4 + 4 layers of 128": marian_tiny,
 }
 
 
-def run_benchmarks(rounds: int, batch_size: int = 16, length: int = 64) -> Iterator[Measurement]:
+def run_benchmarks(
+    rounds: int, batch_size: int = 8, length: int = 128, shapes: Iterable[str] = tuple(SHAPES)
+) -> Iterator[Measurement]:
     """Measure forward, training step and greedy decoding of every shape, one result after another.
 
     Args:
         rounds: timed rounds, after one that warms up.
-        batch_size, length: of the batches, in texts and tokens; so many tokens are decoded, too.
+        batch_size, length: of the batches, in texts and tokens; a quarter as many tokens are decoded.
+        shapes: names of `SHAPES`.
     """
-    for shape, build in SHAPES.items():
-        pair = build()
-        sizes = [model.num_parameters(only_trainable=True) for model in pair]
-        assert abs(sizes[0] / sizes[1] - 1) < 0.01, f"{shape}: {sizes} parameters are unequal work"
-        tokens = torch.randint(3, pair[0].config.vocab_size, (batch_size, length))
+    for shape in shapes:
+        peer = SHAPES[shape]()
+        pair = import_model(peer), peer
+        tokens = torch.randint(3, peer.config.vocab_size, (batch_size, length))
         batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+        with torch.no_grad():
+            ours, theirs = (model.eval()(**batch).logits for model in pair)
+        assert (ours - theirs).abs().max() < 1e-3, f"{shape}: the models are not the same"
         tasks = {"forward": forward, "training step": training_step}
-        if pair[0].can_generate():
+        if peer.can_generate():
             tasks["greedy decoding"] = greedy_decoding
         for task, work in tasks.items():
             yield compare(shape, task, [work(model, batch) for model in pair], rounds)
@@ -110,7 +119,7 @@ def training_step(model: nn.Module, batch: dict) -> Callable[[], None]:
 
 
 def greedy_decoding(model: PreTrainedModel, batch: dict) -> Callable[[], None]:
-    new_tokens = batch["input_ids"].shape[1]
+    new_tokens = batch["input_ids"].shape[1] // 4
     prompt = {name: batch[name][:, :8] for name in ("input_ids", "attention_mask")}
 
     def work():

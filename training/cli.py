@@ -1,4 +1,4 @@
-"""The command `triptych`: train, generate, evaluate, demo, bench."""
+"""The command `triptych`: train, generate, evaluate, convert, demo, bench."""
 
 import ctypes
 import math
@@ -144,6 +144,34 @@ def evaluate_command(
     for name, examples in splits.items():
         scores = evaluate_examples(loaded, tokenizer, examples, recipe, batch_size, **_given(num_beams=num_beams))
         typer.echo(json.dumps({"split": name, **scores}))
+
+
+@app.command(name="convert")
+def convert_command(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder, or a model's name on the Hub.")],
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="The folder to write.")],
+    changes: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to what is imported.")
+    ] = None,
+    to: Annotated[str | None, typer.Option(help="An architecture of transformers; by default our own.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is there.")] = False,
+) -> None:
+    """Turn a known checkpoint into a model of the family with equal weights, or one of the family into a known one.
+
+    Configuration, weights, head, tokenizer and settings of generation come along. Weights are read from safetensors
+    alone. What would be lost is refused by name, before anything is written.
+
+    [bold]Examples[/bold]
+
+    triptych convert google-bert/bert-base-uncased bert
+
+    triptych convert bert longer-bert max_position_embeddings=2048 sliding_window=256
+
+    triptych convert runs/mine llama --to llama
+    """
+    from triptych.training.converting import convert
+
+    typer.echo(convert(source, destination, to, changes or [], overwrite))
 
 
 @app.command(name="demo")

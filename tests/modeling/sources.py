@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from triptych.conversion.convert import ARCHITECTURES
+from triptych.conversion.registry import ARCHITECTURES
 
 VOCAB, WIDTH, INNER, LAYERS, HEADS, LENGTH, LABELS = 101, 36, 53, 3, 6, 40, 4
 SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
