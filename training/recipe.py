@@ -126,6 +126,7 @@ class Recipe:
         max_steps: optimiser updates.
         max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
             processes it is what an update sees.
+        length_noise: batches hold examples of like length; above 0 they mix, see `TokenBatchSampler`.
         optimizer: `adamw` (Loshchilov and Hutter 2019), or `muon` (Jordan et al. 2024) for the matrices of the layers
             with AdamW for everything else.
         schedule: of the learning rate, after `warmup_steps` of linear warm-up; `learning_rate` is its peak.
@@ -152,6 +153,7 @@ class Recipe:
     seed: int = 1
     max_steps: int = 1000
     max_tokens: int = 4096
+    length_noise: float = 0.0
     gradient_accumulation_steps: int = 1
     learning_rate: float = 1e-3
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -308,7 +310,7 @@ def _check_ranges(recipe: Recipe) -> None:
     counts |= {f"data.{key}": getattr(recipe.data, key) for key in ("max_length", "num_proc", "window")}
     for key, value in counts.items():
         _require(value is None or value > 0, key, "at least 1", value)
-    for key in ("warmup_steps", "cooldown_steps", "average_checkpoints", "weight_decay"):
+    for key in ("warmup_steps", "cooldown_steps", "average_checkpoints", "weight_decay", "length_noise"):
         _require(getattr(recipe, key) >= 0, key, "at least 0", getattr(recipe, key))
     dropout = recipe.tokenizer.dropout
     _require(0 <= dropout <= 1, "tokenizer.dropout", "in [0, 1]", dropout)
