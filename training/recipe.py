@@ -100,9 +100,11 @@ class TokenizerRecipe:
 
 @dataclass
 class GenerationRecipe:
-    """How the trained model writes: beam width and longest output, saved as its generation config."""
+    """How the trained model writes: beam width, the power of their length by which scores of beams are divided, and the
+    longest output; saved as its generation config."""
 
     num_beams: int = 1
+    length_penalty: float = 1.0
     max_new_tokens: int = 128
 
 
@@ -304,7 +306,7 @@ def _check_ranges(recipe: Recipe) -> None:
             *("save_every", "keep_checkpoints", "patience"),
         )
     }
-    counts |= {f"generation.{key}": value for key, value in vars(recipe.generation).items()}
+    counts |= {f"generation.{key}": getattr(recipe.generation, key) for key in ("num_beams", "max_new_tokens")}
     counts |= {f"data.dates.{key}": value for key, value in recipe.data.dates.items()}
     counts["tokenizer.vocab_size"] = recipe.tokenizer.vocab_size
     counts |= {f"data.{key}": getattr(recipe.data, key) for key in ("max_length", "num_proc", "window")}
