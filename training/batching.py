@@ -88,6 +88,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         examples: have `lengths` [sides, rows] and `set_epoch`, which may change them.
         max_tokens: the budget, padding included.
         shuffle: draw another order in each epoch, or keep batches sorted by length.
+        noise: by up to so much of itself a length is taken for more before examples are sorted by it. Where lengths
+            tell what kind of example it is, batches would otherwise be of one kind each.
         seed: of the order.
         multiple_of: processes times accumulation steps.
 
@@ -96,11 +98,19 @@ class TokenBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, examples: Examples, max_tokens: int, *, shuffle: bool = True, seed: int = 0, multiple_of: int = 1
+        self,
+        examples: Examples,
+        max_tokens: int,
+        *,
+        shuffle: bool = True,
+        noise: float = 0.0,
+        seed: int = 0,
+        multiple_of: int = 1,
     ):
         self.examples = examples
         self.max_tokens = max_tokens
         self.shuffle = shuffle
+        self.noise = noise
         self.seed = seed
         self.multiple_of = multiple_of
         self.set_epoch(0)
@@ -114,22 +124,25 @@ class TokenBatchSampler(Sampler[list[int]]):
         if longest.max() > self.max_tokens:
             index = int(longest.argmax())
             raise UserError(f"example {index + 1} has {longest[index]} tokens, but max_tokens is {self.max_tokens}")
-        # The sorted lengths, and so the cuts, are the same in every order.
-        self.num_batches = len(self._cut(np.lexsort(self.lengths)))
+        self.batches = self._draw()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def _draw(self) -> list[np.ndarray]:
         draw = np.random.default_rng([self.seed, self.epoch])
         count = self.lengths.shape[1]
         order = draw.permutation(count) if self.shuffle else np.arange(count)
+        keys = self.lengths[:, order]
+        if self.shuffle and self.noise:
+            keys = keys * (1 + self.noise * draw.random(count))
         # Sorted by target length first: the decoder's side, with the vocabulary, costs the most. The sort is stable,
         # so examples of equal lengths stay shuffled.
-        order = order[np.lexsort(self.lengths[:, order])]
-        batches = self._cut(order)
-        for position in draw.permutation(len(batches)) if self.shuffle else range(len(batches)):
-            yield batches[position].tolist()
+        batches = self._cut(order[np.lexsort(keys)])
+        return [batches[position] for position in draw.permutation(len(batches))] if self.shuffle else batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch.tolist() for batch in self.batches)
 
     def __len__(self) -> int:
-        return self.num_batches
+        return len(self.batches)
 
     def _cut(self, order: np.ndarray) -> list[np.ndarray]:
         batches, start, longest = [], 0, 0

@@ -91,7 +91,14 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     return Parts(
         model,
         tokenizer,
-        build_loader(train, training_collator, recipe.max_tokens, seed=recipe.seed, multiple_of=updates),
+        build_loader(
+            train,
+            training_collator,
+            recipe.max_tokens,
+            noise=recipe.length_noise,
+            seed=recipe.seed,
+            multiple_of=updates,
+        ),
         build_loader(validation, collator, recipe.max_tokens, shuffle=False, multiple_of=processes),
         fingerprint=digest_of(rows),
         score=lambda model: score_rows(model, task, validation, collator, recipe),

@@ -100,9 +100,11 @@ class TokenizerRecipe:
 
 @dataclass
 class GenerationRecipe:
-    """How the trained model writes: beam width and longest output, saved as its generation config."""
+    """How the trained model writes: beam width, the power of their length by which scores of beams are divided, and the
+    longest output; saved as its generation config."""
 
     num_beams: int = 1
+    length_penalty: float = 1.0
     max_new_tokens: int = 128
 
 
@@ -126,6 +128,7 @@ class Recipe:
         max_steps: optimiser updates.
         max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
             processes it is what an update sees.
+        length_noise: batches hold examples of like length; above 0 they mix, see `TokenBatchSampler`.
         optimizer: `adamw` (Loshchilov and Hutter 2019), or `muon` (Jordan et al. 2024) for the matrices of the layers
             with AdamW for everything else.
         schedule: of the learning rate, after `warmup_steps` of linear warm-up; `learning_rate` is its peak.
@@ -152,6 +155,7 @@ class Recipe:
     seed: int = 1
     max_steps: int = 1000
     max_tokens: int = 4096
+    length_noise: float = 0.0
     gradient_accumulation_steps: int = 1
     learning_rate: float = 1e-3
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -302,13 +306,13 @@ def _check_ranges(recipe: Recipe) -> None:
             *("save_every", "keep_checkpoints", "patience"),
         )
     }
-    counts |= {f"generation.{key}": value for key, value in vars(recipe.generation).items()}
+    counts |= {f"generation.{key}": getattr(recipe.generation, key) for key in ("num_beams", "max_new_tokens")}
     counts |= {f"data.dates.{key}": value for key, value in recipe.data.dates.items()}
     counts["tokenizer.vocab_size"] = recipe.tokenizer.vocab_size
     counts |= {f"data.{key}": getattr(recipe.data, key) for key in ("max_length", "num_proc", "window")}
     for key, value in counts.items():
         _require(value is None or value > 0, key, "at least 1", value)
-    for key in ("warmup_steps", "cooldown_steps", "average_checkpoints", "weight_decay"):
+    for key in ("warmup_steps", "cooldown_steps", "average_checkpoints", "weight_decay", "length_noise"):
         _require(getattr(recipe, key) >= 0, key, "at least 0", getattr(recipe, key))
     dropout = recipe.tokenizer.dropout
     _require(0 <= dropout <= 1, "tokenizer.dropout", "in [0, 1]", dropout)

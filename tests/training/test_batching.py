@@ -23,10 +23,13 @@ def make_sampler(pairs, **options):
 
 
 @settings(max_examples=60)
-@given(lengths, st.integers(0, 5), st.integers(1, 8), st.booleans())
-def test_each_example_once_an_epoch_within_the_budget(pairs, epoch, multiple_of, shuffle):
-    assume(math.ceil(len(make_sampler(pairs)) / multiple_of) * multiple_of <= len(pairs))
-    sampler = make_sampler(pairs, shuffle=shuffle, multiple_of=multiple_of)
+@given(lengths, st.integers(0, 5), st.integers(1, 8), st.booleans(), st.sampled_from([0.0, 0.5]))
+def test_each_example_once_an_epoch_within_the_budget(pairs, epoch, multiple_of, shuffle, noise):
+    whole = make_sampler(pairs, shuffle=shuffle, noise=noise)
+    for each in (0, epoch):
+        whole.set_epoch(each)
+        assume(math.ceil(len(whole) / multiple_of) * multiple_of <= len(pairs))
+    sampler = make_sampler(pairs, shuffle=shuffle, noise=noise, multiple_of=multiple_of)
     sampler.set_epoch(epoch)
     batches = list(sampler)
     assert sorted(index for batch in batches for index in batch) == list(range(len(pairs)))
@@ -38,9 +41,9 @@ def test_each_example_once_an_epoch_within_the_budget(pairs, epoch, multiple_of,
 
 
 @settings(max_examples=60)
-@given(lengths, st.integers(0, 3), st.integers(0, 3))
-def test_seed_and_epoch_decide_the_order(pairs, seed, epoch):
-    first, second = (make_sampler(pairs, seed=seed) for _ in range(2))
+@given(lengths, st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 0.5]))
+def test_seed_and_epoch_decide_the_order(pairs, seed, epoch, noise):
+    first, second = (make_sampler(pairs, seed=seed, noise=noise) for _ in range(2))
     list(first)  # what was iterated before does not matter
     first.set_epoch(epoch)
     second.set_epoch(epoch)
@@ -68,6 +71,15 @@ def test_like_lengths_share_a_batch():
     padded = sum(len(batch) * max(pairs[index][0] for index in batch) for batch in make_sampler(pairs))
     real = sum(source for source, _ in pairs)
     assert padded < 1.1 * real
+
+
+def test_noise_mixes_examples_that_lengths_would_part():
+    pairs = [(10, 10), (12, 12)] * 200
+    kinds = {noise: [{pairs[i] for i in batch} for batch in make_sampler(pairs, noise=noise)] for noise in (0.0, 0.5)}
+    assert sum(len(kind) == 2 for kind in kinds[0.0]) <= 1
+    assert sum(len(kind) == 2 for kind in kinds[0.5]) > len(kinds[0.5]) / 2
+    in_order = make_sampler(pairs, noise=0.5, shuffle=False)
+    assert list(in_order) == list(make_sampler(pairs, shuffle=False))
 
 
 def test_an_example_beyond_the_budget_is_named():

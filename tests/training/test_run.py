@@ -23,7 +23,7 @@ def metrics_of(run, key):
 
 
 def test_a_run_learns_and_leaves_a_folder_that_loads(tiny_recipe):
-    recipe = tiny_recipe("max_steps=30", "validate_every=10")
+    recipe = tiny_recipe("max_steps=30", "validate_every=10", "generation.num_beams=2", "generation.length_penalty=1.5")
     run = train(recipe)
     losses, validations = metrics_of(run, "loss"), metrics_of(run, "validation_loss")
     assert len(losses) == 30
@@ -50,7 +50,8 @@ def test_a_run_learns_and_leaves_a_folder_that_loads(tiny_recipe):
     model = AutoModelForSeq2SeqLM.from_pretrained(run.folder)
     tokenizer = AutoTokenizer.from_pretrained(run.folder)
     assert type(model).__name__ == "TriptychForConditionalGeneration"
-    assert model.generation_config.max_new_tokens == recipe.generation.max_new_tokens
+    for name, value in vars(recipe.generation).items():
+        assert getattr(model.generation_config, name) == value
     pairs, _ = examples_to_score(run.folder)
     batch = tokenizer(list(pairs["test_dates"]["source"]), padding=True, return_tensors="pt")
     assert model.generate(**batch).shape[0] == 8
