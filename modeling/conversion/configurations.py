@@ -92,7 +92,8 @@ def carried(source: PreTrainedConfig, target_class: type) -> dict[str, Any]:
     if source.is_encoder_decoder:
         names.append("decoder_start_token_id")
     fields = {name: getattr(source, name) for name in names if hasattr(source, name)}
-    return fields | {"id2label": dict(source.id2label), "label2id": dict(source.label2id)}
+    labels = {name: getattr(source, name) for name in ("id2label", "label2id")}
+    return fields | {name: dict(mapping) for name, mapping in labels.items() if mapping is not None}
 
 
 def known_fields(config_class: type) -> set[str]:
