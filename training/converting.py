@@ -11,6 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from triptych import export_model, import_model
 from triptych.training.errors import UserError, as_user_error
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")
+
 
 def convert(source: str, destination: str, model_type: str | None, changes: Sequence[str], overwrite: bool) -> str:
     """Convert the model `source` into the folder `destination`, with its tokenizer, and return what it has become.
@@ -51,6 +53,9 @@ def convert(source: str, destination: str, model_type: str | None, changes: Sequ
 
 def find_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer beside a model, if there is one."""
+    folder = Path(source)
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        return None  # transformers would make an empty one
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):  # each tokenizer class fails in its own way

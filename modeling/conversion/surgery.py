@@ -72,9 +72,8 @@ def operate_on_stack(
         heads = changes["num_key_value_heads"]
         weights = pool_heads(weights, config, heads, stack)
         fields["num_key_value_heads"] = heads
-        remarks.append(
-            f"keys and values of {config.num_key_value_heads // heads} heads are their mean: needs training."
-        )
+        size = config.num_key_value_heads // heads
+        remarks.append(f"keys and values of every {size} heads are their mean now: needs training.")
     if "max_position_embeddings" in changes:
         length = changes["max_position_embeddings"]
         fields["max_position_embeddings"] = length

@@ -42,7 +42,7 @@ def test_there_and_back(command, llama, tmp_path):
 def test_changes_are_said(command, llama, tmp_path, caplog):
     code, _, err = command("convert", "llama", "ours", "sliding_window=8", "num_key_value_heads=1")
     assert code == 0, err
-    assert "keys and values of each 2 heads are their mean: needs training." in caplog.text
+    assert "keys and values of every 2 heads are their mean now: needs training." in caplog.text
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert config["sliding_window"] == 8 and config["num_key_value_heads"] == 1
 
