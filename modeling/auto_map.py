@@ -10,6 +10,7 @@ AUTO_CLASSES = {
         "AutoModelForMultipleChoice": "TriptychEncoderForMultipleChoice",
         "AutoModelForNextSentencePrediction": "TriptychEncoderForNextSentencePrediction",
         "AutoModelForPreTraining": "TriptychEncoderForPreTraining",
+        "AutoModelForImageClassification": "TriptychEncoderForImageClassification",
     },
     "decoder": {
         "AutoModel": "TriptychDecoderModel",

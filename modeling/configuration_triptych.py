@@ -137,8 +137,8 @@ class TriptychStackConfig(TriptychConfig):
         norm_bias: layer norms have a bias.
         norm_position: with f a sublayer, "post" is `norm(x + f(x))`, "pre" is `x + f(norm(x))` (Xiong et al. 2020),
             "sandwich" is `x + norm(f(norm(x)))` (Ding et al. 2021).
-        parallel_residual: attention and feed-forward layer read the same stream, `x + f(norm(x)) + g(norm'(x))` (Wang &
-            Komatsuzaki 2021); for norm_position "pre".
+        parallel_residual: all sublayers read the same stream, `x + f(norm(x)) + g(norm'(x))` (Wang & Komatsuzaki 2021);
+            for norm_position "pre".
         skip_first_norm: the first layer's attention reads the embeddings as they are, which `embedding_norm` has
             normalised (Warner et al. 2024); for norm_position "pre".
         residual_scale: the factor s that keeps deep stacks stable; "post" is `norm(s * x + f(x))`, DeepNorm's alpha
@@ -175,7 +175,7 @@ class TriptychStackConfig(TriptychConfig):
         pooler_act: the activation of that layer.
         classifier_head: what an encoder's head reads: "pooler" is the pooling layer, for whole texts only;
             "prediction" is `norm(act(W x))`, as in masked language modelling, for texts and tokens alike (Warner et al.
-            2024).
+            2024); "linear" is nothing between.
         prediction_bias, classifier_bias: biases in that layer W, and in the last layer of a classifier.
     """
 
@@ -219,7 +219,7 @@ class TriptychStackConfig(TriptychConfig):
     pooling: Literal["first", "last", "mean"] = "first"
     add_pooling_layer: bool = False
     pooler_act: str = "tanh"
-    classifier_head: Literal["pooler", "prediction"] = "pooler"
+    classifier_head: Literal["pooler", "prediction", "linear"] = "pooler"
     prediction_bias: bool = True
     classifier_bias: bool = True
 
@@ -298,8 +298,6 @@ class TriptychStackConfig(TriptychConfig):
         for name in ("parallel_residual", "skip_first_norm"):
             if getattr(self, name) and self.norm_position != "pre":
                 raise ValueError(f"`{name}` is True, but `norm_position` is {self.norm_position!r}, not 'pre'.")
-        if self.parallel_residual and getattr(self, "add_cross_attention", False):
-            raise ValueError("`parallel_residual` is True, but `add_cross_attention` is, too.")
         if self.skip_first_norm and self.share_layers:
             raise ValueError("`skip_first_norm` is True, but `share_layers` gives all layers the norms of the first.")
 
@@ -378,12 +376,44 @@ class TriptychEncoderConfig(TriptychStackConfig):
     Args:
         mask_token_id: the token that stands where another is to be predicted. Its embedding is where the query stream
             of permutation language modelling starts, the learned vector w of Yang et al. (2019, section 2.3).
+        input_type: "text", or "image": patches in place of tokens (Dosovitskiy et al. 2021). There is no token table
+            then, and `max_position_embeddings` is the number of patches, with the class token.
+        image_size, patch_size, num_channels: in pixels, one number or height and width.
+        class_token: a learned vector before the patches, which stands for the whole image.
     """
 
     base_config_key = "encoder"
 
     topology: Literal["encoder", "decoder", "encoder_decoder"] = "encoder"
     mask_token_id: int | None = None
+    input_type: Literal["text", "image"] = "text"
+    image_size: int | list[int] | tuple[int, int] = 224
+    patch_size: int | list[int] | tuple[int, int] = 16
+    num_channels: int = 3
+    class_token: bool = True
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.input_type == "image" and min(self.sides("patch_size")) > 0:
+            image, patch = self.sides("image_size"), self.sides("patch_size")
+            self.max_position_embeddings = (image[0] // patch[0]) * (image[1] // patch[1]) + self.class_token
+
+    def sides(self, name: str) -> tuple[int, int]:
+        """Height and width that a field says."""
+        size = getattr(self, name)
+        return (size, size) if isinstance(size, int) else tuple(size)
+
+    def validate_images(self):
+        """Patches cover the image."""
+        for name in ("image_size", "patch_size"):
+            if len(self.sides(name)) != 2 or min(self.sides(name)) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be one or two numbers of at least 1.")
+        if self.num_channels < 1:
+            raise ValueError(f"`num_channels` is {self.num_channels}, but must be at least 1.")
+        if any(image % patch for image, patch in zip(self.sides("image_size"), self.sides("patch_size"), strict=True)):
+            raise ValueError(
+                f"`image_size` is {self.image_size}, but must be a multiple of `patch_size` = {self.patch_size}."
+            )
 
 
 @strict
@@ -466,6 +496,10 @@ class TriptychEncoderDecoderConfig(TriptychConfig):
 
     def validate_decoder(self):
         """The right panel reads the left one."""
+        if self.encoder.input_type != "text":
+            raise ValueError(
+                f"`encoder.input_type` is {self.encoder.input_type!r}, but must be 'text' beside a decoder."
+            )
         if self.decoder.cross_attention_hidden_size != self.encoder.hidden_size:
             raise ValueError(
                 f"`decoder.cross_attention_hidden_size` is {self.decoder.cross_attention_hidden_size}, but must be "

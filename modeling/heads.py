@@ -132,6 +132,10 @@ class LanguageModelHead(TriptychHead):
     has_bias = False
 
     def __init__(self, config: TriptychConfig):
+        if getattr(config, "input_type", "text") != "text":
+            raise ValueError(
+                f"`input_type` is {config.input_type!r}, but {type(self).__name__} predicts tokens of texts."
+            )
         super().__init__(config)
         stack = config.get_text_config()
         has_bias = self.has_bias if config.lm_head_bias is None else config.lm_head_bias

@@ -138,9 +138,11 @@ class TriptychLayer(GradientCheckpointingLayer):
             )
             return output
 
+        sublayers = {"self_attn": self_attention, "cross_attn": cross_attention, "mlp": self.mlp}
+        if encoder_hidden_states is None:
+            del sublayers["cross_attn"]
         if self.parallel_residual:
-            return self.join("self_attn", hidden_states, self_attention) + self.branch("mlp", hidden_states, self.mlp)
-        hidden_states = self.join("self_attn", hidden_states, self_attention)
-        if encoder_hidden_states is not None:
-            hidden_states = self.join("cross_attn", hidden_states, cross_attention)
-        return self.join("mlp", hidden_states, self.mlp)
+            return hidden_states + sum(self.branch(name, hidden_states, f) for name, f in sublayers.items())
+        for name, f in sublayers.items():
+            hidden_states = self.join(name, hidden_states, f)
+        return hidden_states

@@ -11,6 +11,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from .auto_map import auto_map
 from .configuration_triptych import TriptychConfig
 from .norms import TriptychZeroCenteredRMSNorm
+from .patches import TriptychPatchEmbedding
 
 
 class TriptychPreTrainedModel(PreTrainedModel):
@@ -72,6 +73,8 @@ class TriptychPreTrainedModel(PreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, TriptychZeroCenteredRMSNorm):
             init.zeros_(module.weight)
+        elif isinstance(module, TriptychPatchEmbedding) and hasattr(module, "class_token"):
+            init.normal_(module.class_token, std=module.class_token.shape[-1] ** -0.5 if std is None else std)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
         elif isinstance(module, nn.Linear):

@@ -40,6 +40,7 @@ from .masks import (
     two_streams,
 )
 from .norms import build_norm
+from .patches import TriptychPatchEmbedding
 from .positions import TriptychRelativeBias, TriptychRotaryEmbedding, alibi_bias, sinusoidal_embedding
 from .pretrained import TriptychPreTrainedModel
 
@@ -69,7 +70,10 @@ class TriptychStack(TriptychPreTrainedModel):
 
     def __init__(self, config: TriptychStackConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size)
+        if is_image := getattr(config, "input_type", "text") == "image":
+            self.embed_patches = TriptychPatchEmbedding(config)
+            self.main_input_name = "pixel_values"
+        self.embed_tokens = None if is_image else nn.Embedding(config.vocab_size, config.embedding_size)
         if config.position_embedding_type == "learned":
             rows = config.position_offset + config.max_position_embeddings
             self.embed_positions = nn.Embedding(rows, config.embedding_size)
@@ -93,6 +97,9 @@ class TriptychStack(TriptychPreTrainedModel):
         is_post = config.norm_position == "post"
         self.norm = nn.Identity() if is_post else build_norm(config, config.hidden_size)
         self.gradient_checkpointing = False
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_patches if hasattr(self, "embed_patches") else self.embed_tokens
 
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the token table [B, T, E]."""
@@ -298,6 +305,7 @@ class TriptychEncoderModel(TriptychStack):
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
+        pixel_values: torch.FloatTensor | None = None,
         seq_idx: torch.Tensor | None = None,
         perm_mask: torch.Tensor | None = None,
         target_mapping: torch.Tensor | None = None,
@@ -311,6 +319,7 @@ class TriptychEncoderModel(TriptychStack):
                 additive, which then is the whole mask.
             token_type_ids: [B, T] segments; zeros if not given.
             position_ids: [B, T]; by default real tokens count from 0. Where they restart at 0, a new document begins.
+            pixel_values: [B, channels, height, width] images in the place of tokens, where `input_type` is "image".
             seq_idx: [B, T] document numbers of packed texts, which do not see each other.
             perm_mask: [B, T, T], 1 where token i may not see token j; itself a token always sees.
             target_mapping: [B, P, T], each row one-hot at a token to predict. A second stream of P queries then runs
@@ -326,6 +335,10 @@ class TriptychEncoderModel(TriptychStack):
         Raises:
             ValueError: an input has a wrong shape, an id is outside its table, or the batch is empty.
         """
+        if pixel_values is not None:
+            if not hasattr(self, "embed_patches"):
+                raise ValueError("`pixel_values` are given, but `input_type` is 'text', not 'image'.")
+            inputs_embeds = self.embed_patches(pixel_values)
         hidden_states = self.read(
             input_ids,
             inputs_embeds,

@@ -1,6 +1,6 @@
 """Encoders: BERT and what came after it."""
 
-from .tables import Architecture, Head, Stacked, Weight
+from .tables import Architecture, Head, Row, Stacked, Weight
 
 # ---------------------------------------------------------------------------------------------------------------------
 # BERT (Devlin et al. 2019, arXiv 1810.04805)
@@ -356,6 +356,48 @@ MODERNBERT = Architecture(
     inert=["cls_token_id", "sep_token_id", "deterministic_flash_attn", "sparse_pred_ignore_index"],
 )
 
+# ---------------------------------------------------------------------------------------------------------------------
+# ViT (Dosovitskiy et al. 2021, arXiv 2010.11929)
+
+VIT = Architecture(
+    "vit",
+    "encoder",
+    heads={
+        "ViTModel": base_with_pooler(),
+        "ViTForImageClassification": Head("TriptychEncoderForImageClassification", [CLASSIFIER]),
+    },
+    weights=[
+        Weight("embeddings.cls_token", "embed_patches.class_token"),
+        Weight("embeddings.patch_embeddings.projection", "embed_patches.projection"),
+        Weight("embeddings.position_embeddings", "embed_positions.weight", Row()),
+        *[Weight(f"layers.*.attention.{x}_proj", f"layers.*.self_attn.{x}_proj") for x in "qkvo"],
+        Weight("layers.*.mlp.fc1", "layers.*.mlp.up_proj"),
+        Weight("layers.*.mlp.fc2", "layers.*.mlp.down_proj"),
+        Weight("layers.*.layernorm_before", "layers.*.self_attn_norm"),
+        Weight("layers.*.layernorm_after", "layers.*.mlp_norm"),
+        Weight("layernorm", "norm"),
+        POOLER,
+    ],
+    fields={
+        **{name: name for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+        **{name: name for name in ("hidden_act", "initializer_range", "image_size", "patch_size", "num_channels")},
+        "hidden_dropout": "hidden_dropout_prob",
+        "attention_dropout": "attention_probs_dropout_prob",
+        "norm_eps": "layer_norm_eps",
+        "pooler_act": "pooler_act",
+    },
+    fixed={
+        "input_type": "image",
+        "norm_position": "pre",
+        "position_embedding_type": "learned",
+        "scale_embedding": False,
+        "classifier_head": "linear",
+    },
+    read=lambda theirs: {"attention_bias": True if theirs.qkv_bias else "o"},
+    write=lambda ours: {"qkv_bias": ours.attention_bias is True},
+    inert=["encoder_stride", "pooler_output_size"],
+)
+
 ENCODERS = [
     BERT,
     ROBERTA,
@@ -366,4 +408,5 @@ ENCODERS = [
     ALBERT,
     ELECTRA,
     MODERNBERT,
+    VIT,
 ]

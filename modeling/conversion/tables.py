@@ -75,7 +75,7 @@ class StackedByHead(Operation):
 
 
 class Row(Operation):
-    """A vector that is kept as a matrix of one row."""
+    """A tensor that is kept with an axis of one entry before it."""
 
     def split(self, theirs, config):
         return [theirs[0]]

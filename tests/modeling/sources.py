@@ -21,6 +21,7 @@ SIZES = dict(
     **COMMON,
 )
 BERT = dict(**SIZES, type_vocab_size=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+NOT_OF_IMAGES = ("vocab_size", "type_vocab_size", "max_position_embeddings")
 GPT = dict(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=LENGTH, **COMMON)
 GPT |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 LLAMA = dict(**SIZES, num_key_value_heads=2)
@@ -82,6 +83,12 @@ SOURCES = {
         "": {**SIZES, "local_attention": 6, "layer_types": MODERN_TYPES, "rope_parameters": MODERN_ROPE},
         "mean": {**SIZES, "local_attention": 8, "classifier_pooling": "mean", "attention_bias": True, "mlp_bias": True}
         | {"norm_bias": True, "classifier_bias": True, "decoder_bias": False},
+    },
+    "vit": {
+        "": {
+            **{name: value for name, value in BERT.items() if name not in (*SPECIAL, *NOT_OF_IMAGES)},
+            **dict(image_size=[12, 20], patch_size=4, num_channels=2, qkv_bias=True),
+        },
     },
     "openai-gpt": {"": GPT},
     "gpt2": {"": {**GPT, "n_inner": INNER}, "square": {**GPT, "n_inner": WIDTH}, "default inner": GPT},
