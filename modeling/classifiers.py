@@ -146,9 +146,9 @@ class TriptychEncoderForImageClassification(SequenceClassification):
     output_class = ImageClassifierOutput
 
     def __init__(self, config: TriptychEncoderConfig):
+        super().__init__(config)
         if config.input_type != "image":
             raise ValueError(f"`input_type` is {config.input_type!r}, but {type(self).__name__} reads images.")
-        super().__init__(config)
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 import os
 import random
+from pathlib import Path
 
 import numpy
 import pytest
@@ -14,9 +15,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; a Hub 
 # sums over another number of threads round otherwise.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
-
-# Models this small are fastest on one thread, and the suite runs on all cores by itself.
-torch.set_num_threads(1)
 
 settings.register_profile("triptych", deadline=None, derandomize=True, database=None, max_examples=8)
 settings.load_profile("triptych")
@@ -39,3 +37,12 @@ def poisoned_memory():
     assert torch.empty(8).isnan().all() and torch.ones(8, dtype=torch.bfloat16).new_empty(8).isnan().all()
     yield
     torch.use_deterministic_algorithms(was_deterministic)
+
+
+@pytest.fixture(scope="session")
+def data_folder():
+    """The folder of real corpora, or a skip where this machine has none."""
+    folder = Path(os.environ.get("TRIPTYCH_DATA", Path(__file__).parents[1] / "../shared/data")).resolve()
+    if not (folder / "multi30k").is_dir():
+        pytest.skip(f"no corpora in {folder}: set TRIPTYCH_DATA")
+    return folder

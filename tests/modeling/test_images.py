@@ -61,7 +61,7 @@ def test_bad_input():
     ("changes", "sentence"),
     [
         ({"image_size": 30}, "`image_size` is 30, but must be a multiple of `patch_size` = 16"),
-        ({"image_size": [32, 32, 3]}, "`image_size` is .*, but must be one or two numbers of at least 1"),
+        ({"image_size": [32, 32, 3]}, r"`image_size` is .*, but must be one or two numbers of at least 1"),
         ({"patch_size": 0}, "`patch_size` is 0, but must be one or two numbers"),
         ({"num_channels": 0}, "`num_channels` is 0"),
     ],
@@ -72,7 +72,7 @@ def test_impossible_images_are_refused(changes, sentence):
 
 
 def test_a_decoder_beside_an_image_encoder_is_refused():
-    with pytest.raises(Exception, match="`encoder.input_type` is 'image', but must be 'text' beside a decoder"):
+    with pytest.raises(Exception, match=r"`encoder.input_type` is 'image', but must be 'text' beside a decoder"):
         TriptychConfig(topology="encoder_decoder", encoder={"input_type": "image"})
 
 

@@ -1,6 +1,4 @@
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -50,12 +48,3 @@ def command(monkeypatch, capsys, tmp_path):
         return stop.value.code or 0, output.out, output.err
 
     return run
-
-
-@pytest.fixture(scope="session")
-def data_folder():
-    """The folder of real corpora, or a skip where this machine has none."""
-    folder = Path(os.environ.get("TRIPTYCH_DATA", Path(__file__).parents[2] / "../shared/data")).resolve()
-    if not (folder / "multi30k").is_dir():
-        pytest.skip(f"no corpora in {folder}: set TRIPTYCH_DATA")
-    return folder

@@ -73,6 +73,7 @@ def test_every_parameter_learns(folder, tmp_path, name, topology):
 def test_classes_are_scored_by_what_the_model_says(folder, tmp_path):
     recipe = make_recipe(folder, tmp_path, "sequence_classification", "encoder")
     parts = build_parts(recipe, processes=1)
+    parts.model.eval()
     examples = Dataset.from_dict(
         {"text": ["a b", "b c", "a", "c d e", "f"], "label": ["yes", "no", "yes", "no", "yes"]}
     )
