@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from sources import CASES, LABELS, SOURCES, SPECIAL, VOCAB, build_source
-from tiny import FLEX, assert_equal, assert_equal_gradients, pad_rows, tiny_model
+from tiny import SLOW_FLEX, assert_equal, assert_equal_gradients, pad_rows, tiny_model
 from transformers import GenerationConfig
 
 import triptych
@@ -217,7 +217,7 @@ def assert_same_weights(actual, expected):
 LANGUAGE_MODELS = [case for case in CASES if case[2].endswith((*GENERATIVE, "ForMaskedLM"))]
 
 
-@pytest.mark.parametrize("backend", ["eager", FLEX])
+@pytest.mark.parametrize("backend", ["eager", SLOW_FLEX])
 @pytest.mark.parametrize(("model_type", "variant", "name"), LANGUAGE_MODELS)
 def test_every_backend(model_type, variant, name, backend):
     """sdpa is what all other tests here run on."""
