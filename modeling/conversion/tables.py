@@ -36,10 +36,10 @@ class Transposed(Operation):
     """A matrix kept the other way round, [inputs, outputs]; biases stay as they are."""
 
     def split(self, theirs, config):
-        return [theirs.T.contiguous()]
+        return [theirs.t().contiguous()]
 
     def join(self, ours, config):
-        return ours[0].T.contiguous()
+        return ours[0].t().contiguous()
 
 
 class Stacked(Operation):
@@ -54,12 +54,14 @@ class Stacked(Operation):
         self.parts, self.transposed = parts, transposed
 
     def split(self, theirs, config):
-        theirs = theirs.T if self.transposed else theirs
-        return [part.contiguous() for part in theirs.split([outputs(part, config) for part in self.parts])]
+        theirs = theirs.t() if self.transposed else theirs
+        # Copies: parts that share one memory would be saved, moved and trained as one.
+        sizes = [outputs(part, config) for part in self.parts]
+        return [part.clone(memory_format=torch.contiguous_format) for part in theirs.split(sizes)]
 
     def join(self, ours, config):
         joined = torch.cat(list(ours))
-        return joined.T.contiguous() if self.transposed else joined
+        return joined.t().contiguous() if self.transposed else joined
 
 
 class StackedByHead(Operation):

@@ -259,6 +259,20 @@ def test_settings_of_generation_names_of_labels_and_dtype_come_along():
     assert triptych.export_model(ours, "roberta").config.label2id == theirs.config.label2id
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("gpt2", "GPT2LMHeadModel"), ("phi3", "Phi3ForCausalLM"), ("bloom", "BloomForCausalLM"), ("vit", "ViTModel")],
+)
+def test_no_two_weights_share_memory(model_type, name, tmp_path):
+    """Views cannot be saved."""
+    build_source(model_type, "", name).save_pretrained(tmp_path / "theirs")
+    ours = triptych.import_model(tmp_path / "theirs")
+    tensors = own_weights(ours).values()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    ours.save_pretrained(tmp_path / "ours")
+    assert_same_weights(type(ours).from_pretrained(tmp_path / "ours"), ours)
+
+
 def test_an_imported_model_has_weights_of_its_own():
     theirs = build_source("llama", "", "LlamaForCausalLM")
     ours = triptych.import_model(theirs)
