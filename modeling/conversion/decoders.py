@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from ..configuration_triptych import TriptychConfig
-from .tables import Architecture, Head, Stacked, StackedByHead, Transposed, Weight
+from .tables import Architecture, Head, Stacked, StackedByHead, Transposed, Weight, within
 
 QKV = ("layers.*.self_attn.q_proj", "layers.*.self_attn.k_proj", "layers.*.self_attn.v_proj")
 QKV_STACK = ("q_proj", "k_proj", "v_proj")
@@ -22,6 +22,7 @@ def generative_heads(
     texts: str = "score",
     tokens: str | None = "classifier",
     spans: str | None = "qa_outputs",
+    projection: str = "lm_head",
 ) -> dict[str, Head]:
     """The heads that decoders have in common; those of texts have no bias.
 
@@ -29,10 +30,11 @@ def generative_heads(
         name: which their classes begin with.
         lm: which the class of the language model ends with.
         texts, tokens, spans: the last layers of their heads; None where there is no such head.
+        projection: the language model's.
     """
     heads = {
         f"{name}Model": Head("TriptychDecoderModel"),
-        f"{name}{lm}": Head("TriptychForCausalLM", [Weight("lm_head", "lm_head")]),
+        f"{name}{lm}": Head("TriptychForCausalLM", [Weight(projection, "lm_head")]),
         f"{name}ForSequenceClassification": Head(
             "TriptychDecoderForSequenceClassification", [Weight(texts, "classifier")], fixed={"classifier_bias": False}
         ),
@@ -94,7 +96,6 @@ OPENAI_GPT = Architecture(
     },
     training_only=["embd_pdrop"],
     inert=GPT_INERT,
-    positions_follow_mask=False,
 )
 GPT2 = Architecture(
     "gpt2",
@@ -117,7 +118,6 @@ GPT2 = Architecture(
     write=lambda ours: {"n_inner": ours.intermediate_size},
     training_only=["embd_pdrop"],
     inert=["n_inner", "reorder_and_upcast_attn", *GPT_INERT],  # n_inner may be None for what we name
-    positions_follow_mask=False,
 )
 
 # One head of keys and values for all queries (Ben Allal et al. 2023, arXiv 2301.03988)
@@ -142,7 +142,6 @@ GPT_BIGCODE = Architecture(
     write=GPT2.write,
     training_only=["embd_pdrop"],
     inert=["n_inner", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"],
-    positions_follow_mask=False,
 )
 
 # Every other layer looks back over a window (Black et al. 2021)
@@ -198,7 +197,6 @@ GPT_NEO = Architecture(
     },
     training_only=["embed_dropout"],
     inert=["intermediate_size", "attention_types"],  # both have more than one spelling
-    positions_follow_mask=False,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -221,7 +219,7 @@ OPT = Architecture(
     weights=[
         Weight("decoder.embed_tokens", "embed_tokens"),
         Weight("decoder.embed_positions", "embed_positions"),
-        *[Weight(f"decoder.{weight.theirs}", weight.ours) for weight in OPT_LAYER],
+        *within("decoder.", "", OPT_LAYER),
         Weight("decoder.final_layer_norm", "norm"),
     ],
     fields={
@@ -248,18 +246,7 @@ OPT = Architecture(
 BIOGPT = Architecture(
     "biogpt",
     "decoder",
-    heads={
-        "BioGptModel": Head("TriptychDecoderModel"),
-        "BioGptForCausalLM": Head("TriptychForCausalLM", [Weight("output_projection", "lm_head")]),
-        "BioGptForSequenceClassification": Head(
-            "TriptychDecoderForSequenceClassification",
-            [Weight("score", "classifier")],
-            fixed={"classifier_bias": False},
-        ),
-        "BioGptForTokenClassification": Head(
-            "TriptychDecoderForTokenClassification", [Weight("classifier", "classifier")]
-        ),
-    },
+    heads=generative_heads("BioGpt", spans=None, projection="output_projection"),
     weights=[
         Weight("embed_tokens", "embed_tokens"),
         Weight("embed_positions", "embed_positions"),
@@ -317,7 +304,6 @@ GPT_NEOX = Architecture(
         "rope_parameters": "rope_parameters",
     },
     fixed={"norm_position": "pre", "position_embedding_type": "rotary", "scale_embedding": False},
-    positions_follow_mask=False,
 )
 
 # BLOOM (BigScience 2022, arXiv 2211.05100)
@@ -392,11 +378,6 @@ LLAMA_WEIGHTS = [TOKENS, *LLAMA_ATTENTION, *LLAMA_NORMS, *LLAMA_MLP]
 QK_NORMS = [Weight(f"layers.*.self_attn.{name}", f"layers.*.self_attn.{name}") for name in ("q_norm", "k_norm")]
 
 
-def windows(theirs: PreTrainedConfig) -> dict:
-    """One window for all layers, or none."""
-    return {"sliding_window": theirs.sliding_window, "layer_types": None}
-
-
 def llama(model_type: str, name: str, fields=None, fixed=None, heads=None, **differences) -> Architecture:
     return Architecture(
         model_type,
@@ -405,7 +386,6 @@ def llama(model_type: str, name: str, fields=None, fixed=None, heads=None, **dif
         **{"weights": LLAMA_WEIGHTS, **differences},
         fields={**LLAMA_FIELDS, **(fields or {})},
         fixed={name: value for name, value in LLAMA_FIXED.items() if name not in (fields or {})} | (fixed or {}),
-        positions_follow_mask=False,
     )
 
 

@@ -217,7 +217,6 @@ def bart(
         fixed={"attention_bias": True, **fixed},
         training_only=["encoder_layerdrop", "decoder_layerdrop", "classifier_dropout"],
         inert=inert,
-        positions_follow_mask=False,
         **differences,
     )
 

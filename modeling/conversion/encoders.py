@@ -84,7 +84,6 @@ BERT = Architecture(
         "classifier_dropout": "classifier_dropout",
     },
     fixed=BERT_FIXED,
-    positions_follow_mask=False,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,7 +192,6 @@ DISTILBERT = Architecture(
     fixed={**BERT_FIXED, "norm_eps": 1e-12, "pooler_act": "relu"},
     training_only=["qa_dropout"],
     inert=["sinusoidal_pos_embds"],
-    positions_follow_mask=False,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,7 +239,6 @@ ALBERT = Architecture(
         "classifier_dropout": "classifier_dropout_prob",
     },
     fixed={**BERT_FIXED, "share_layers": True},
-    positions_follow_mask=False,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,7 +274,6 @@ ELECTRA = Architecture(
     },
     fixed={**BERT_FIXED, "pooler_act": "gelu"},
     training_only=["summary_last_dropout"],
-    positions_follow_mask=False,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------

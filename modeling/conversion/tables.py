@@ -10,6 +10,7 @@ Shapes: D hidden_size, H query heads, d head width, I inputs of a projection.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -125,23 +126,16 @@ def match(pattern: str, name: str) -> tuple[str, str] | None:
     return found.groupdict().get("layer") or "", found["end"]
 
 
-_COMPILED: dict[str, re.Pattern] = {}
-
-
+@cache
 def compiled(pattern: str) -> re.Pattern:
-    if pattern not in _COMPILED:
-        head, *rest = map(re.escape, pattern.split("*"))
-        middle = "".join((r"(?P<layer>\d+)" if not i else r"(?P=layer)") + part for i, part in enumerate(rest))
-        _COMPILED[pattern] = re.compile(head + middle + r"(?P<end>(\.weight|\.bias)?)")
-    return _COMPILED[pattern]
+    head, *rest = map(re.escape, pattern.split("*"))
+    middle = "".join((r"(?P<layer>\d+)" if not i else r"(?P=layer)") + part for i, part in enumerate(rest))
+    return re.compile(head + middle + r"(?P<end>(\.weight|\.bias)?)")
 
 
-def within(prefix: str, weights: Sequence[Weight], their_prefix: str | None = None) -> list[Weight]:
-    """The same weights where both sides, or theirs and ours, lie under a prefix."""
-    their_prefix = prefix if their_prefix is None else their_prefix
-    return [
-        Weight(their_prefix + w.theirs, tuple(prefix + name for name in w.names), w.operation, w.where) for w in weights
-    ]
+def within(theirs: str, ours: str, weights: Sequence[Weight]) -> list[Weight]:
+    """The same weights, each side's under a prefix."""
+    return [Weight(theirs + w.theirs, tuple(ours + name for name in w.names), w.operation, w.where) for w in weights]
 
 
 @dataclass(frozen=True)
@@ -178,7 +172,6 @@ class Architecture:
         write: more of their fields, from ours.
         training_only: their fields that matter in training alone, where ours know no such difference.
         inert: their fields that change nothing.
-        positions_follow_mask: on texts with pads before them, positions count from the first real token, as here.
     """
 
     model_type: str
@@ -191,4 +184,3 @@ class Architecture:
     write: Callable[[TriptychConfig], dict[str, Any]] = lambda config: {}
     training_only: Sequence[str] = ()
     inert: Sequence[str] = ()
-    positions_follow_mask: bool = True

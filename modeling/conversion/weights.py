@@ -16,7 +16,7 @@ def table_of(architecture: Architecture, head: Head, theirs: PreTrainedModel, co
     is_base = getattr(modeling_triptych, head.ours) in BASE_MODELS.values()
     prefix = theirs.base_model_prefix
     prefix = f"{prefix}." if prefix and hasattr(theirs, prefix) else ""
-    table = [*head.weights, *within("" if is_base else "model.", architecture.weights, prefix)]
+    table = [*head.weights, *within(prefix, "" if is_base else "model.", architecture.weights)]
     return [weight for weight in table if weight.where(config)]
 
 
