@@ -6,6 +6,7 @@
 | `objectives` | what a model learns: head, columns, collator |
 | `data`, `dates` | where examples come from: files, or generated dates |
 | `tokenization`, `encoding`, `subwords` | from text to token ids, and tokenizers trained on the data |
+| `renaming`, `token_dropout` | other words, or none, in their places in each epoch |
 | `masking`, `corruption`, `permutation`, `language_modeling`, `labelling` | collators: from rows to model inputs |
 | `draws`, `padding` | what collators share: random numbers of an example, and tables of rows |
 | `batching` | length-bucketed batches within a token budget |
@@ -15,5 +16,5 @@
 | `reporting`, `plots` | progress, metrics and pictures |
 | `run` | from a recipe to a folder that `from_pretrained` loads |
 | `evaluation`, `metrics` | what a model writes or predicts, and how well |
-| `demo`, `bench`, `cli` | the commands |
+| `demo`, `converting`, `bench`, `cli` | the commands |
 """
