@@ -11,6 +11,7 @@
 
 import errno
 import json
+import os
 import platform
 import shutil
 import time
@@ -21,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import (
@@ -153,19 +155,25 @@ def build_accelerator(recipe: Recipe) -> Accelerator:
     """Return the accelerator of the current launch, with the recipe's precision, accumulation and trackers.
 
     Raises:
-        UserError: an unknown tracker, or an optimiser that the launch's engine cannot run.
+        UserError: an unknown tracker, an optimiser that the launch's engine cannot run, or a launch that accelerate
+            does not carry out on this machine.
     """
     # Every process and every update gets equally many batches from the sampler: nothing is left over to even out,
     # and an epoch's end must not cut an update short.
     accumulation = GradientAccumulationPlugin(recipe.gradient_accumulation_steps, sync_with_dataloader=False)
+    # A launch on a machine without a GPU means processes on its CPU; accelerate wants to be told, and would else make
+    # each of them a run of its own.
+    is_cpu_launch = "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
     with as_user_error("recipe key 'report_to'"):
         accelerator = Accelerator(
+            cpu=is_cpu_launch and "ACCELERATE_TORCH_DEVICE" not in os.environ,
             mixed_precision=recipe.mixed_precision,
             gradient_accumulation_plugin=accumulation,
             dataloader_config=DataLoaderConfiguration(even_batches=False),
             log_with=recipe.report_to or None,
             project_config=ProjectConfiguration(recipe.output, str(Path(recipe.output) / TRACKERS)),
         )
+    check_launch(accelerator)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if recipe.optimizer == "muon":
             raise UserError("optimizer 'muon' works on whole matrices, which DeepSpeed cuts up: use adamw, or FSDP2")
@@ -174,6 +182,23 @@ def build_accelerator(recipe: Recipe) -> Accelerator:
         config["train_micro_batch_size_per_gpu"] = 1
         config["gradient_clipping"] = recipe.max_grad_norm or 0.0  # its engine clips, not the loop
     return accelerator
+
+
+def check_launch(accelerator: Accelerator) -> None:
+    """Raise a `UserError` where accelerate has quietly made something else of what was launched."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched:
+        raise UserError(
+            f"{launched} processes were launched, but accelerate runs each of them alone on {accelerator.device}; set "
+            "ACCELERATE_USE_CPU=true to run them on the CPU"
+        )
+    for engine in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        is_asked_for = os.environ.get(f"ACCELERATE_USE_{engine.value}", "false") == "true"
+        if is_asked_for and accelerator.distributed_type != engine:
+            raise UserError(
+                f"the launch configuration asks for {engine.value}, but accelerate does not run it on "
+                f"{accelerator.device}; use configs/accelerate/ddp.yaml"
+            )
 
 
 def check_output(output: Path, overwrite: bool) -> None:

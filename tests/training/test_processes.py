@@ -21,7 +21,7 @@ WORKER = Path(__file__).with_name("processes_worker.py")
 CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
 # How `run.json` calls an engine, to its launch configuration and what it needs to run on CPUs.
 ENGINES = {
-    "replicas": ("ddp.yaml", {"ACCELERATE_USE_CPU": "true"}),
+    "replicas": ("ddp.yaml", {}),
     "FSDP": ("fsdp2.yaml", {"ACCELERATE_TORCH_DEVICE": "cpu"}),
 }
 # AdamW divides a gradient by its size, so that where it is next to zero its rounding decides the sign of the update.

@@ -168,7 +168,7 @@ def test_torchrun_stops_on_a_signal_and_goes_on(tmp_path):
     changes = [*TINY, "max_steps=300", "validate_every=20", f"output={tmp_path / 'run'}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *launcher, "-m", "triptych.training.cli", "train", "dates", *changes]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     options = {"cwd": tmp_path, "env": environment, "stderr": subprocess.PIPE, "text": True}
     first = subprocess.Popen(command, **options)
     while not (tmp_path / "run" / "checkpoints" / "step-00000020").exists():

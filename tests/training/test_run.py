@@ -221,3 +221,14 @@ def test_trackers_get_what_the_metrics_file_gets(tiny_recipe):
         assert values == pytest.approx(metrics_of(run, key))
     with pytest.raises(UserError, match="'report_to': Unsupported logging capability: paper"):
         train(tiny_recipe("report_to=[paper]", "overwrite=true"))
+
+
+def test_a_launch_that_accelerate_does_not_carry_out_is_refused(tiny_recipe, monkeypatch):
+    """Two processes that accelerate runs alone would be two runs in one folder, or shards that are no shards."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"2 processes were launched, .* ACCELERATE_USE_CPU=true"):
+        train(tiny_recipe())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="asks for FSDP, but accelerate does not run it on cpu"):
+        train(tiny_recipe())
