@@ -130,12 +130,7 @@ class TriptychAttention(nn.Module):
             layer_idx: this call's place in the cache, if layers are shared.
             is_causal: whether a kernel given no mask must hide later tokens.
         """
-        query = self.heads(self.q_proj(hidden_states))
-        if self.config.qk_norm:
-            query = self.q_norm(query)
-        if position_embeddings is not None:
-            query = apply_rotary(query, *position_embeddings)
-
+        query = self.positioned(self.q_proj(hidden_states), "q_norm", position_embeddings)
         layer_idx = self.layer_idx if layer_idx is None else layer_idx
         if self.is_cross_attention:
             key, value = self.cross_key_value(encoder_hidden_states, cache, layer_idx)
@@ -164,16 +159,21 @@ class TriptychAttention(nn.Module):
         """[B, T, heads * d] to [B, heads, T, d]; a tensor-parallel rank holds only its own heads."""
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
+    def positioned(
+        self, projected: torch.Tensor, norm: str, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Projected queries or keys [B, T, heads * d] by head, normalised and rotated if so: [B, heads, T, d]."""
+        states = self.heads(projected)
+        if self.config.qk_norm:
+            states = getattr(self, norm)(states)
+        return states if position_embeddings is None else apply_rotary(states, *position_embeddings)
+
     def key_value(
         self, memory: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, K, S, d] of `memory` [B, S, D]."""
-        key, value = self.heads(self.k_proj(memory)), self.heads(self.v_proj(memory))
-        if self.config.qk_norm:
-            key = self.k_norm(key)
-        if position_embeddings is not None:
-            key = apply_rotary(key, *position_embeddings)
-        return key, value
+        key = self.positioned(self.k_proj(memory), "k_norm", position_embeddings)
+        return key, self.heads(self.v_proj(memory))
 
     def cross_key_value(
         self, encoder_hidden_states: torch.Tensor, cache: EncoderDecoderCache | None, layer_idx: int

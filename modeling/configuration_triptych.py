@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+STATE_LAYER_TYPE = "triptych_linear_attention"  # what a layer of linear attention is called where caches are made
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id", "decoder_start_token_id")
 
@@ -90,6 +91,19 @@ class TriptychConfig(PreTrainedConfig):
                 changes[panel] = {**preset.get(panel, {}), **changes[panel]}
         return TriptychConfig(**{**preset, **changes})
 
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """The stack that reads or writes text. As the decoder, of which transformers makes caches, it has the layer
+        types that caches know."""
+        config = super().get_text_config(decoder=decoder, encoder=encoder)
+        if decoder and isinstance(config, TriptychStackConfig):
+            cached_as = {"linear_attention": STATE_LAYER_TYPE}
+            if config.num_global_tokens:  # which a window would forget
+                cached_as |= {"sliding_attention": "full_attention", "chunked_attention": "full_attention"}
+            if any(name in cached_as for name in config.layer_types):
+                config = copy.copy(config)
+                config.layer_types = [cached_as.get(name, name) for name in config.layer_types]
+        return config
+
     def validate_topology(self):
         """A class holds one topology: `TriptychEncoderConfig(topology="decoder")` is a contradiction."""
         own = type(self).__dataclass_fields__["topology"].default
@@ -157,11 +171,18 @@ class TriptychStackConfig(TriptychConfig):
             attention that have one.
         qk_norm: normalise each query and key head before the dot product (Henry et al. 2020).
         attention_scale: factor on the dot products; None is `head_dim ** -0.5`.
-        layer_types: per layer "full_attention", "sliding_attention" or "chunked_attention"; None is all sliding if
-            `sliding_window` is given, all chunked if `attention_chunk_size` is, else all full.
+        layer_types: per layer "full_attention", "sliding_attention", "chunked_attention" or "linear_attention"; None is
+            all sliding if `sliding_window` is given, all chunked if `attention_chunk_size` is, else all full.
         sliding_window: W. A causal layer sees the last W tokens, itself included; a bidirectional one sees W // 2
             tokens to each side.
         attention_chunk_size: tokens of a chunk; a chunked layer sees its own chunk only.
+        num_global_tokens: so many tokens at the beginning of a text see all others and are seen by all, as far as the
+            topology lets them, in sliding and chunked layers (Beltagy et al. 2020, Zaheer et al. 2020; in a decoder,
+            Xiao et al. 2024).
+        linear_feature_map, linear_decay, linear_update: what layers of linear attention are, see `linear_attention.py`.
+        linear_conv_kernel: tokens that a convolution of each channel of queries, keys and values reads in such a layer;
+            1 is none.
+        linear_output_gate: their outputs are multiplied by `silu(W x)` (Sun et al. 2023, section 2.3).
         hidden_dropout: after each sublayer and the embedding (the paper's P_drop).
         attention_dropout, activation_dropout: on attention weights, and inside the feed-forward layer.
         embedding_size: width of the token table if it is factorised (Lan et al. 2020); None is `hidden_size`.
@@ -208,6 +229,12 @@ class TriptychStackConfig(TriptychConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+    num_global_tokens: int = 0
+    linear_feature_map: Literal["elu", "hedgehog", "unit"] = "elu"
+    linear_decay: Literal["none", "fixed", "gated"] = "none"
+    linear_update: Literal["sum", "delta"] = "sum"
+    linear_conv_kernel: int = 1
+    linear_output_gate: bool = False
     hidden_dropout: float | int = 0.1
     attention_dropout: float | int = 0.0
     activation_dropout: float | int = 0.0
@@ -260,6 +287,10 @@ class TriptychStackConfig(TriptychConfig):
         """How each projection that the stack has is split over devices."""
         absent = ["gate_proj"] if self.mlp_type == "dense" else []
         absent += [] if self.qk_norm else ["q_norm", "k_norm"]
+        if "linear_attention" in self.layer_types:
+            absent += ["self_attn."]  # gates and decays belong to heads too
+        if getattr(self, "linear_cross_attention", False):
+            absent += ["cross_attn."]
         absent += [] if getattr(self, "add_cross_attention", False) else ["cross_attn"]
         if self.position_embedding_type in ("relative", "alibi"):
             absent += ["_attn."]  # their biases belong to heads, which must then stay together
@@ -269,7 +300,7 @@ class TriptychStackConfig(TriptychConfig):
         """Sizes are positive, probabilities are probabilities, and each key/value head serves a whole group."""
         positive = (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-            "head_dim max_position_embeddings embedding_size norm_eps residual_scale"
+            "head_dim max_position_embeddings embedding_size norm_eps residual_scale linear_conv_kernel"
         )
         for name in positive.split():
             if getattr(self, name) is None or getattr(self, name) <= 0:
@@ -282,7 +313,7 @@ class TriptychStackConfig(TriptychConfig):
                 f"`num_key_value_heads` is {self.num_key_value_heads}, but must divide `num_attention_heads` = "
                 f"{self.num_attention_heads}."
             )
-        for name in ("type_vocab_size", "position_offset"):
+        for name in ("type_vocab_size", "position_offset", "num_global_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 0.")
 
@@ -331,8 +362,27 @@ class TriptychStackConfig(TriptychConfig):
                 raise ValueError(
                     f"`layer_types` has {layer_type!r}, but `{name}` is None; it must be at least {least}."
                 )
+        if self.num_global_tokens > 0 and not {"sliding_attention", "chunked_attention"} & set(self.layer_types):
+            raise ValueError(
+                f"`num_global_tokens` is {self.num_global_tokens}, but `layer_types` has no layer with a window or "
+                "chunks, which they would reach beyond."
+            )
         if self.share_layers and len(set(self.layer_types)) > 1:
             raise ValueError(f"`share_layers` is True, but `layer_types` differ: {self.layer_types}.")
+
+    def validate_linear_attention(self):
+        """There are no scores to add a bias to, and the delta rule is stable for keys of length one."""
+        kind = self.position_embedding_type
+        if "linear_attention" in self.layer_types and kind in ("relative", "alibi"):
+            raise ValueError(
+                f"`layer_types` has 'linear_attention', which cannot add the biases of `position_embedding_type` = "
+                f"{kind!r}; it must be sinusoidal, learned, rotary or none."
+            )
+        if self.linear_update == "delta" and self.linear_feature_map != "unit":
+            raise ValueError(
+                f"`linear_update` is 'delta', which is stable with the `linear_feature_map` 'unit' only, but that is "
+                f"{self.linear_feature_map!r}."
+            )
 
     def validate_positions(self):
         """Sine and cosine come in pairs; buckets on each side need room."""
@@ -423,6 +473,7 @@ class TriptychDecoderConfig(TriptychStackConfig):
     Args:
         is_causal: False runs the stack without its causal mask.
         add_cross_attention: each layer also reads `encoder_hidden_states`, of width `cross_attention_hidden_size`.
+        linear_cross_attention: by linear attention.
     """
 
     base_config_key = "decoder"
@@ -432,6 +483,7 @@ class TriptychDecoderConfig(TriptychStackConfig):
     is_causal: bool = True
     add_cross_attention: bool = False
     cross_attention_hidden_size: int | None = None
+    linear_cross_attention: bool = False
 
     def __post_init__(self, **kwargs):
         if self.add_cross_attention and self.cross_attention_hidden_size is None:

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import TriptychAttention
 from .configuration_triptych import TriptychStackConfig
+from .linear_attention import TriptychLinearAttention
 from .norms import build_norm
 
 
@@ -70,9 +71,11 @@ class TriptychLayer(GradientCheckpointingLayer):
         self.norm_position = config.norm_position
         self.parallel_residual = config.parallel_residual
         self.residual_scale = config.residual_scale
-        self.self_attn = TriptychAttention(config, layer_idx)
+        is_linear = config.layer_types[layer_idx] == "linear_attention"
+        self.self_attn = (TriptychLinearAttention if is_linear else TriptychAttention)(config, layer_idx)
         if getattr(config, "add_cross_attention", False):
-            self.cross_attn = TriptychAttention(config, layer_idx, is_cross_attention=True)
+            cross_class = TriptychLinearAttention if config.linear_cross_attention else TriptychAttention
+            self.cross_attn = cross_class(config, layer_idx, is_cross_attention=True)
         self.mlp = TriptychMLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         for sublayer in [name for name, _ in self.named_children() if name in ("self_attn", "cross_attn", "mlp")]:

@@ -25,7 +25,9 @@ from transformers.masking_utils import (
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
+from .banded import Reach
 from .configuration_triptych import TriptychStackConfig
+from .linear_attention import Text
 
 
 @dataclass
@@ -44,6 +46,9 @@ class Layout:
     prefix: torch.Tensor | None = None  # [B, S] True within the prefix
     custom: torch.Tensor | dict | None = None  # the caller's 4D mask; continuous batching plans one per layer type
     permutation: torch.Tensor | None = None  # [B, S, S] True where an order of prediction lets the row see the column
+    global_tokens: torch.Tensor | None = None  # [B, S] True on tokens that see all and are seen by all
+    max_global_tokens: int | None = None  # their number in a row, where it is known without looking
+    is_in_order: bool = True  # False where `ranks` are positions of the caller's own choice
 
     def rank(self, batch: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return slot if self.ranks is None else self.ranks[batch, slot]
@@ -55,7 +60,11 @@ class Layout:
             return None if table is None else F.pad(table, (0, max(0, slots - table.shape[1])), value=value)
 
         return replace(
-            self, documents=reach(self.documents, -1), ranks=reach(self.ranks, 0), prefix=reach(self.prefix, False)
+            self,
+            documents=reach(self.documents, -1),
+            ranks=reach(self.ranks, 0),
+            prefix=reach(self.prefix, False),
+            global_tokens=reach(self.global_tokens, False),
         )
 
     def key_positions(self, length: int, offset: int) -> torch.Tensor:
@@ -102,14 +111,15 @@ def read_layout(
     prefix = None
     if prefix_length is not None:
         prefix = read_prefix(prefix_length.to(device), padding, documents, ranks, query_slots, known_past)
-    is_continuable = documents is None
+    is_continuable, is_in_order = documents is None, True
     if position_ids is None:
         position_ids = query_slots[None] if ranks is None else ranks[:, query_slots]
     elif ranks is None and known_past == 0 and not is_plain(position_ids):
         # Positions of the caller's own choice also place the keys, as far as distances are concerned.
-        ranks, is_continuable = position_ids.to(device).expand(batch_size, -1), False
+        ranks, is_continuable, is_in_order = position_ids.to(device).expand(batch_size, -1), False, False
     remember(cache, known_past, is_continuable)
-    return Layout(query_slots, position_ids.to(device), padding, documents, ranks, prefix, custom)
+    position_ids = position_ids.to(device)
+    return Layout(query_slots, position_ids, padding, documents, ranks, prefix, custom, is_in_order=is_in_order)
 
 
 def read_targets(
@@ -163,6 +173,7 @@ def two_streams(layout: Layout, perm_mask: torch.Tensor | None, targets: torch.T
         documents=stand(layout.documents),
         ranks=slots if layout.ranks is None else stand(layout.ranks),
         permutation=F.pad(sees, (0, queries)),
+        global_tokens=stand(layout.global_tokens),
     )
 
 
@@ -280,24 +291,64 @@ def rank_tokens(padding: torch.Tensor | None, documents: torch.Tensor | None) ->
     return ranks
 
 
-def visibility(config: TriptychStackConfig, layout: Layout, layer_type: str, is_causal: bool) -> tuple[Callable, int]:
-    """The mask function of one layer type, and the key length up to which its window hides nothing (0: no window)."""
+def mark_global_tokens(
+    layout: Layout, num_global_tokens: int, global_attention_mask: torch.Tensor | None, batch_size: int
+):
+    """Marks the first so many real tokens of each document, and those that the caller names, as global."""
+    chosen = None
+    if num_global_tokens:
+        # A compiled step, which knows no past, asks for slots behind its table; those are not global.
+        slots = max(num_global_tokens, len(layout.query_slots))
+        ranks = torch.arange(slots, device=layout.query_slots.device)[None] if layout.ranks is None else layout.ranks
+        chosen = (ranks < num_global_tokens).expand(batch_size, -1)
+    if global_attention_mask is not None:
+        check_shapes(batch_size, len(layout.query_slots), {"global_attention_mask": global_attention_mask}, None)
+        named = global_attention_mask.to(layout.query_slots.device, torch.bool).expand(batch_size, -1)
+        chosen = named if chosen is None else chosen[:, : named.shape[1]] | named
+    if chosen is not None and layout.padding is not None:
+        chosen = chosen & layout.padding
+    layout.global_tokens = chosen
+    if layout.documents is None and global_attention_mask is None:
+        layout.max_global_tokens = num_global_tokens
+
+
+def visibility(
+    config: TriptychStackConfig, layout: Layout, layer_type: str, is_causal: bool
+) -> tuple[Callable, Reach | None]:
+    """The mask function of one layer type, and how far it reaches; None is without bounds."""
     sees = causal_mask_function if is_causal else bidirectional_mask_function
-    window = 0
+    window = local = None
     if layout.prefix is not None:
         sees = or_masks(sees, prefix_rule(layout.prefix))
     if layer_type == "sliding_attention":
         # Causal: the last W tokens. Bidirectional: W // 2 to each side. Both as a distance below `window`.
         window = config.sliding_window if is_causal else config.sliding_window // 2 + 1
-        sees = and_masks(sees, window_rule(layout, window))
+        local = window_rule(layout, window)
     elif layer_type == "chunked_attention":
         window = config.attention_chunk_size
-        sees = and_masks(sees, chunk_rule(layout, window))
+        local = chunk_rule(layout, window)
+    if local is not None:
+        is_global = layout.global_tokens is not None
+        sees = and_masks(sees, or_masks(local, global_rule(layout.global_tokens)) if is_global else local)
     if layout.documents is not None:
         sees = and_masks(sees, document_rule(layout.documents, layout.documents))
     if layout.permutation is not None:
-        sees = permutation_rule(sees, layout)
-    return sees, window
+        return permutation_rule(sees, layout), None
+    if local is None or not layout.is_in_order:
+        return sees, None
+    return sees, Reach(
+        before=window - 1,
+        after=window - 1 if layout.prefix is not None or not is_causal else 0,
+        is_uniform=layer_type == "sliding_attention" and is_plain_pattern(layout),
+        global_tokens=layout.global_tokens,
+        max_global_tokens=layout.max_global_tokens,
+    )
+
+
+def is_plain_pattern(layout: Layout) -> bool:
+    """Whether the topology and the layer type say all of the pattern, up to padding."""
+    rules = (layout.documents, layout.prefix, layout.permutation, layout.global_tokens)
+    return layout.is_in_order and all(rule is None for rule in rules)
 
 
 def prefix_rule(prefix: torch.Tensor) -> Callable:
@@ -319,6 +370,13 @@ def chunk_rule(layout: Layout, size: int) -> Callable:
         return layout.rank(batch, query) // size == layout.rank(batch, key) // size
 
     return same_chunk
+
+
+def global_rule(global_tokens: torch.Tensor) -> Callable:
+    def either_is_global(batch, head, query, key):
+        return global_tokens[batch, query] | global_tokens[batch, key]
+
+    return either_is_global
 
 
 def document_rule(query_documents: torch.Tensor, key_documents: torch.Tensor) -> Callable:
@@ -359,6 +417,8 @@ def self_attention_mask(
     """
     layer_idx = config.layer_types.index(layer_type)
     query_length = hidden_states.shape[1]
+    if layer_type == "linear_attention":
+        return read_text(layout, cache), (query_length, 0)
     if isinstance(cache, PagedAttentionCache):
         custom = layout.custom
         return (custom.get(layer_type) if isinstance(custom, dict) else custom), (query_length, 0)
@@ -371,12 +431,14 @@ def self_attention_mask(
     if layout.custom is not None:
         return check_custom(layout.custom, hidden_states, config, key_length), keys
 
-    sees, window = visibility(config, layout.covering(key_offset + key_length), layer_type, is_causal)
+    sees, reach = visibility(config, layout.covering(key_offset + key_length), layer_type, is_causal)
+    window = reach.before + 1 if reach is not None and reach.global_tokens is None else None
     if window and cache is not None:
         check_window_cache(layout.padding, layer_type, query_length)
     # Only the plain pattern can be left to a kernel's own causal flag; see transformers' `sdpa_mask`.
-    is_plain_pattern = layout.documents is None and layout.prefix is None and layout.permutation is None
-    is_compiled_step = getattr(cache, "is_compileable", False) and query_length == 1
+    is_plain = is_plain_pattern(layout)
+    is_static = cache is not None and is_static_layer(cache, layer_idx)
+    is_compiled_step = is_static and query_length == 1
     refuse_on_flash(config, layout, hidden_states.shape[0])
     mask = backend_mask_function(config)(
         batch_size=hidden_states.shape[0],
@@ -386,14 +448,41 @@ def self_attention_mask(
         kv_offset=key_offset,
         mask_function=sees,
         attention_mask=layout.padding,
-        local_size=window or None,
-        allow_is_causal_skip=is_causal and is_plain_pattern and not is_compiled_step,
-        allow_is_bidirectional_skip=not is_causal and is_plain_pattern,
+        local_size=window,
+        allow_is_causal_skip=is_causal and is_plain and not is_compiled_step,
+        allow_is_bidirectional_skip=not is_causal and is_plain,
+        reach=None if is_static else reach,
         dtype=hidden_states.dtype,
         config=config,
         device=hidden_states.device,
     )
     return mask, keys
+
+
+def is_static_layer(cache: Cache, layer_idx: int) -> bool:
+    """Whether a layer's cache has all its slots from the start, filled or not."""
+    return layer_idx < len(cache.layers) and getattr(cache.layers[layer_idx], "is_compileable", False)
+
+
+def read_text(layout: Layout, cache: Cache | None) -> Text:
+    """What a layer of linear attention must know of the new tokens.
+
+    Raises:
+        ValueError: the layout has a rule on pairs of tokens, which a state cannot tell apart.
+    """
+    rules = {
+        "a 4D `attention_mask`": layout.custom,
+        "`prefix_length`": layout.prefix,
+        "`perm_mask` or `target_mapping`": layout.permutation,
+    }
+    for name, rule in rules.items():
+        if rule is not None or isinstance(cache, PagedAttentionCache):
+            name = "continuous batching" if isinstance(cache, PagedAttentionCache) else name
+            raise ValueError(
+                f"`layer_types` has 'linear_attention', which cannot do {name}: it knows no pairs of tokens."
+            )
+    tables = (None if table is None else table[:, layout.query_slots] for table in (layout.padding, layout.documents))
+    return Text(*tables)
 
 
 def cross_attention_mask(
@@ -407,6 +496,11 @@ def cross_attention_mask(
     """The backend's mask between decoder tokens [B, T] and encoder tokens [B, S]; packed pairs meet only each other."""
     batch_size, key_length = encoder_hidden_states.shape[:2]
     padding = encoder_attention_mask
+    if config.linear_cross_attention and (key_documents is not None or (padding is not None and padding.ndim == 4)):
+        raise ValueError(
+            "`linear_cross_attention` is True, which cannot do packed documents or a 4D `encoder_attention_mask`: it "
+            "knows no pairs of tokens."
+        )
     if padding is not None and padding.ndim == 4:
         return check_custom(padding, hidden_states, config, key_length)
     if padding is not None:
@@ -417,6 +511,8 @@ def cross_attention_mask(
         padding = padding.to(device=hidden_states.device, dtype=torch.bool)
     if (query_documents is None) != (key_documents is None):
         raise ValueError("Packed documents must be packed alike in the encoder and the decoder, but only one side is.")
+    if config.linear_cross_attention:
+        return Text(padding)
     sees = bidirectional_mask_function
     if query_documents is not None:
         sees = and_masks(sees, document_rule(query_documents, key_documents))
@@ -451,10 +547,10 @@ def refuse_on_flash(config: TriptychStackConfig, layout: Layout, batch_size: int
     if not is_flash_attention_requested(config):
         return
     name = config._attn_implementation
-    if any(rule is not None for rule in (layout.prefix, layout.custom, layout.permutation)):
+    if any(rule is not None for rule in (layout.prefix, layout.custom, layout.permutation, layout.global_tokens)):
         raise ValueError(
-            f"`attn_implementation` is {name!r}, which takes no 4D mask, no `prefix_length`, no `perm_mask` and no "
-            "`target_mapping`."
+            f"`attn_implementation` is {name!r}, which takes no 4D mask, no `prefix_length`, no `perm_mask`, no "
+            "`target_mapping` and no global tokens."
         )
     if layout.documents is not None and (batch_size > 1 or layout.padding is not None):
         raise ValueError(f"`attn_implementation` is {name!r}, which takes packed documents only in one unpadded row.")

@@ -335,7 +335,8 @@ class TriptychForConditionalGeneration(GenerativeHead):
         if is_given or cache is None:
             return
         cross_attention_cache = DynamicCache()
-        if isinstance(cache.cross_attention_cache, StaticCache):
+        is_static = isinstance(cache.cross_attention_cache, StaticCache)
+        if is_static and not self.config.decoder.linear_cross_attention:  # of which a state is kept, and no tokens
             config = copy.copy(self.config.decoder)
             config.layer_types = ["full_attention"] * config.num_hidden_layers
             source_length = model_kwargs["encoder_outputs"][0].shape[1]

@@ -1,8 +1,10 @@
 """What every model of the family is: its initial weights, the backends that it accepts, how it is loaded and saved."""
 
+import math
 import shutil
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
@@ -10,6 +12,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .auto_map import auto_map
 from .configuration_triptych import TriptychConfig
+from .linear_attention import TriptychFeatureMap, TriptychLinearAttention, TriptychShortConvolution
 from .norms import TriptychZeroCenteredRMSNorm
 from .patches import TriptychPatchEmbedding
 
@@ -75,6 +78,15 @@ class TriptychPreTrainedModel(PreTrainedModel):
             init.zeros_(module.weight)
         elif isinstance(module, TriptychPatchEmbedding) and hasattr(module, "class_token"):
             init.normal_(module.class_token, std=module.class_token.shape[-1] ** -0.5 if std is None else std)
+        elif isinstance(module, TriptychFeatureMap) and module.kind == "hedgehog":
+            init.copy_(module.weight, torch.eye(module.weight.shape[-1]).expand_as(module.weight))
+        elif isinstance(module, TriptychShortConvolution):
+            init.uniform_(module.weight, -(module.weight.shape[1] ** -0.5), module.weight.shape[1] ** -0.5)
+        elif isinstance(module, TriptychLinearAttention) and hasattr(module, "decay_rate"):
+            # Rates from 1 to 16 and steps from 0.001 to 0.1, as Dao & Gu (2024) have them.
+            init.copy_(module.decay_rate, torch.empty(len(module.decay_rate)).uniform_(1, 16).log())
+            step = torch.empty(len(module.decay_bias)).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+            init.copy_(module.decay_bias, step + torch.log(-torch.expm1(-step)))
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
         elif isinstance(module, nn.Linear):

@@ -22,6 +22,7 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import TriptychAttention
+from .banded import Band
 from .configuration_triptych import (
     TriptychDecoderConfig,
     TriptychEncoderConfig,
@@ -34,6 +35,7 @@ from .masks import (
     Layout,
     cross_attention_mask,
     find_documents,
+    mark_global_tokens,
     read_layout,
     read_targets,
     self_attention_mask,
@@ -168,18 +170,24 @@ class TriptychStack(TriptychPreTrainedModel):
         return hidden_states
 
     def position_bias(
-        self, hidden_states: torch.Tensor, layout: Layout, keys: tuple[int, int], is_causal: bool
+        self, hidden_states: torch.Tensor, layout: Layout, mask, keys: tuple[int, int], is_causal: bool
     ) -> torch.Tensor | None:
-        """What relative and ALiBi positions add to the scores: [B, H, T, S], or None."""
+        """What relative and ALiBi positions add to the scores: [B, H, T, S], or those of a band, or None."""
         kind = self.config.position_embedding_type
         if kind not in ("relative", "alibi"):
             return None
+
+        def between(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+            if kind == "relative":
+                bias = self.relative_bias(queries, keys, bidirectional=not is_causal)
+            else:
+                bias = alibi_bias(queries, keys, self.config.num_attention_heads)
+            return bias.to(hidden_states.dtype)
+
         queries, keys = layout.position_ids, layout.key_positions(*keys)
-        if kind == "relative":
-            bias = self.relative_bias(queries, keys, bidirectional=not is_causal)
-        else:
-            bias = alibi_bias(queries, keys, self.config.num_attention_heads)
-        return bias.to(hidden_states.dtype).expand(hidden_states.shape[0], -1, -1, -1)
+        if isinstance(mask, Band):
+            return mask.bias(lambda part: between(part.at_queries(queries), part.at_keys(keys)))
+        return between(queries, keys).expand(hidden_states.shape[0], -1, -1, -1)
 
     def layer_inputs(self, hidden_states: torch.Tensor, layout: Layout, cache: Cache | None, is_causal: bool) -> dict:
         """Per layer type, what its layers need beside the stream: mask, bias, rotary angles, and the causal flag."""
@@ -189,7 +197,7 @@ class TriptychStack(TriptychPreTrainedModel):
         inputs = {}
         for layer_type in dict.fromkeys(self.config.layer_types):
             mask, keys = self_attention_mask(self.config, hidden_states, layout, layer_type, is_causal, cache)
-            bias = self.position_bias(hidden_states, layout, keys, is_causal)
+            bias = self.position_bias(hidden_states, layout, mask, keys, is_causal)
             hides_future = is_causal
             if layout.custom is not None and not isinstance(cache, PagedAttentionCache):
                 # The caller's own mask is the whole mask, and an additive one: it joins the bias.
@@ -218,6 +226,7 @@ class TriptychStack(TriptychPreTrainedModel):
         encoder_seq_idx: torch.Tensor | None = None,
         perm_mask: torch.Tensor | None = None,
         target_mapping: torch.Tensor | None = None,
+        global_attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """The whole stack, from tokens [B, T] to hidden states [B, T, D], or [B, T + P, D] with a query stream."""
@@ -225,6 +234,7 @@ class TriptychStack(TriptychPreTrainedModel):
         own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         types = token_type_ids if self.config.type_vocab_size else None
         layout = read_layout(hidden_states, attention_mask, position_ids, seq_idx, prefix_length, own_cache, types)
+        mark_global_tokens(layout, self.config.num_global_tokens, global_attention_mask, len(hidden_states))
         if perm_mask is not None or target_mapping is not None:
             hidden_states, types, layout = self.add_queries(hidden_states, types, layout, perm_mask, target_mapping)
         hidden_states = self.add_positions(hidden_states, layout.position_ids, types)
@@ -307,6 +317,7 @@ class TriptychEncoderModel(TriptychStack):
         inputs_embeds: torch.FloatTensor | None = None,
         pixel_values: torch.FloatTensor | None = None,
         seq_idx: torch.Tensor | None = None,
+        global_attention_mask: torch.Tensor | None = None,
         perm_mask: torch.Tensor | None = None,
         target_mapping: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -321,6 +332,8 @@ class TriptychEncoderModel(TriptychStack):
             position_ids: [B, T]; by default real tokens count from 0. Where they restart at 0, a new document begins.
             pixel_values: [B, channels, height, width] images in the place of tokens, where `input_type` is "image".
             seq_idx: [B, T] document numbers of packed texts, which do not see each other.
+            global_attention_mask: [B, T], 1 on tokens that see all others, and are seen by all, in layers with a window
+                or chunks (Beltagy et al. 2020, section 3.1); besides the first `num_global_tokens`.
             perm_mask: [B, T, T], 1 where token i may not see token j; itself a token always sees.
             target_mapping: [B, P, T], each row one-hot at a token to predict. A second stream of P queries then runs
                 along, which have the places of these tokens but not what stands there, and see what `perm_mask`
@@ -347,6 +360,7 @@ class TriptychEncoderModel(TriptychStack):
             token_type_ids,
             seq_idx,
             is_causal=False,
+            global_attention_mask=global_attention_mask,
             perm_mask=perm_mask,
             target_mapping=target_mapping,
             **{name: value for name, value in kwargs.items() if name not in ("use_cache", "is_causal")},
@@ -476,6 +490,7 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
         use_cache: bool | None = None,
         seq_idx: torch.Tensor | None = None,
         decoder_seq_idx: torch.Tensor | None = None,
+        global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Reads sources [B, S] and targets [B, T]; see the two stacks for the arguments.
@@ -493,6 +508,7 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
                 position_ids=position_ids,
                 inputs_embeds=inputs_embeds,
                 seq_idx=seq_idx,
+                global_attention_mask=global_attention_mask,
                 **kwargs,
             )
         elif not isinstance(encoder_outputs, ModelOutput):

@@ -184,8 +184,13 @@ def demo_command(
     run_demo(output)
 
 
-@app.command(name="bench")
+bench_app = typer.Typer(rich_markup_mode="rich")
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.callback(invoke_without_command=True)
 def bench_command(
+    context: typer.Context,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the medians are shown.")] = 5,
     json_lines: Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")] = False,
 ) -> None:
@@ -197,9 +202,40 @@ def bench_command(
 
     triptych bench --rounds 11 --json > bench.jsonl
     """
+    if context.invoked_subcommand is not None:
+        return
     from triptych.training.bench import run_benchmarks, show_benchmarks
 
     show_benchmarks(run_benchmarks(rounds), json_lines)
+
+
+@bench_app.command(name="attention")
+def bench_attention_command(
+    max_length: Annotated[int, typer.Option(min=16, help="Longest text, in tokens; each is half of the next.")] = 65536,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 256,
+    batch_size: BatchOption = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal/--both-ways", help="Whether tokens see those after them.")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the medians are shown.")] = 3,
+    max_seconds: Annotated[float, typer.Option(min=0, help="Leave out what may take longer for one round.")] = 30.0,
+    picture: Annotated[Path, typer.Option(help="Where to draw the curves.")] = Path("attention.png"),
+    json_lines: Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")] = False,
+) -> None:
+    """Time and memory of each kind of attention against the length of the text, with fitted exponents, on this machine.
+
+    [bold]Examples[/bold]
+
+    triptych bench attention
+
+    triptych bench attention --max-length 8192 --window 512 --both-ways --picture both_ways.png
+    """
+    from triptych.training.attention_bench import Shape, run_attention_benchmark, show_attention_benchmark
+
+    lengths = [length for length in (max_length >> power for power in range(6)) if length >= 16]
+    shape = Shape(causal, window, batch_size, heads, head_dim, rounds)
+    costs = run_attention_benchmark(lengths, shape, max_seconds=max_seconds)
+    show_attention_benchmark(costs, shape, picture, json_lines)
 
 
 def _given(**options: int | None) -> dict[str, int]:

@@ -50,6 +50,24 @@ def plot_losses(metrics: Path, picture: Path, title: str) -> None:
     plt.close(figure)
 
 
+def plot_costs(costs: list, exponents: dict[str, tuple[float, float]], picture: Path) -> None:
+    """Draw seconds and bytes of `attention_bench.Cost`s against their lengths, to a PNG file, both on log scales."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    for color, contestant in zip(cycle(SCORE_COLORS), dict.fromkeys(cost.contestant for cost in costs)):
+        own = [cost for cost in costs if cost.contestant == contestant]
+        lengths = [cost.length for cost in own]
+        drawn = [[cost.seconds for cost in own], [cost.peak_bytes / 2**20 for cost in own]]
+        for panel, values, exponent in zip(panels, drawn, exponents.get(contestant, (None, None)), strict=True):
+            label = contestant if exponent is None else f"{contestant}: T^{exponent:.2f}"
+            panel.plot(lengths, values, color=color, marker="o", linewidth=2, label=label)
+    for panel, what in zip(panels, ("seconds, forward and backward", "MiB at the peak"), strict=True):
+        panel.set(xlabel="tokens", ylabel=what, xscale="log", yscale="log")
+        panel.grid(alpha=0.3, which="both")
+        panel.legend()
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
 def _curve(rows: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:
     points = [(row["step"], row[key]) for row in rows if key in row]
     return [step for step, _ in points], [value for _, value in points]

@@ -10,6 +10,7 @@ from tiny import (
     LAYERS,
     MIXED,
     POSITIONS,
+    QUICK_BACKENDS,
     SIDES,
     TOPOLOGIES,
     VOCAB,
@@ -42,7 +43,7 @@ def text_loss(model, texts: Ragged) -> torch.Tensor:
 # The formula
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
 @pytest.mark.parametrize("options", [{}, {"attention_scale": 0.7}, {"attention_bias": True, "head_dim": 6}, GROUPED])
 def test_layer_is_the_formula(backend, kind, options):
@@ -85,16 +86,18 @@ def test_layer_is_the_formula(backend, kind, options):
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_sdpa_equals_eager_and_unpadded(topology, position, layers, side):
+def test_backends_equal_eager_and_unpadded(topology, position, layers, side):
     """Left padding shifts positions: a left-padded row, no position_ids: logits of real tokens = unpadded run."""
     options = dict(position_embedding_type=position, **LAYERS[layers])
     texts = Ragged(topology, side)
-    eager, sdpa = (tiny_model(topology, backend, **options) for backend in ("eager", "sdpa"))
-    expected = texts.alone(eager)
+    eager = tiny_model(topology, "eager", **options)
+    expected, expected_gradients = texts.alone(eager), gradients(eager, text_loss(eager, texts))
     assert_equal(texts.together(eager), expected, what="eager, padded and alone")
-    assert_equal(texts.alone(sdpa), expected, what="sdpa and eager, alone")
-    assert_equal(texts.together(sdpa), expected, what="sdpa, padded and alone")
-    assert_equal_gradients(gradients(sdpa, text_loss(sdpa, texts)), gradients(eager, text_loss(eager, texts)))
+    for backend in ("sdpa", "banded"):
+        model = tiny_model(topology, backend, **options)
+        assert_equal(texts.alone(model), expected, what=f"{backend} and eager, alone")
+        assert_equal(texts.together(model), expected, what=f"{backend}, padded and alone")
+        assert_equal_gradients(gradients(model, text_loss(model, texts)), expected_gradients)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -105,11 +108,13 @@ def test_head_variants(topology, variant, position, side):
     """Grouped key/value heads and normalised heads, in a stack of all layer types."""
     options = dict(position_embedding_type=position, **VARIANTS[variant], **MIXED)
     texts = Ragged(topology, side)
-    eager, sdpa = (tiny_model(topology, backend, **options) for backend in ("eager", "sdpa"))
-    expected = texts.alone(eager)
+    eager = tiny_model(topology, "eager", **options)
+    expected, expected_gradients = texts.alone(eager), gradients(eager, text_loss(eager, texts))
     assert_equal(texts.together(eager), expected)
-    assert_equal(texts.together(sdpa), expected)
-    assert_equal_gradients(gradients(sdpa, text_loss(sdpa, texts)), gradients(eager, text_loss(eager, texts)))
+    for backend in ("sdpa", "banded"):
+        model = tiny_model(topology, backend, **options)
+        assert_equal(texts.together(model), expected)
+        assert_equal_gradients(gradients(model, text_loss(model, texts)), expected_gradients)
 
 
 def check_flex(topology: str, side: str, **options):
@@ -275,7 +280,7 @@ def test_4d_masks_with_flex(name):
     assert_equal(flex(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_4d_causal_mask_is_the_decoders_own(position, kind, backend):
@@ -288,7 +293,7 @@ def test_4d_causal_mask_is_the_decoders_own(position, kind, backend):
     assert_equal(model(ids, attention_mask=mask).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 def test_4d_mask_decides_who_sees_whom(kind, backend):
     """In one layer, token j changes output i exactly where the mask says so."""
@@ -302,7 +307,7 @@ def test_4d_mask_decides_who_sees_whom(kind, backend):
         assert torch.equal(gradient[0].abs().amax(-1) > 0, visible[0, 0, query])
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 def test_4d_cross_attention_mask(backend):
     """A mask between targets and sources, of the decoder's own."""
     model = tiny_model("encoder_decoder", backend, share_embeddings=False).model.decoder
@@ -330,7 +335,7 @@ def test_dropout_is_off_in_eval(topology, backend):
     assert torch.equal(first, texts.together(without))
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout", "activation_dropout"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_each_dropout_is_on_in_training(topology, name, backend):
@@ -358,7 +363,7 @@ def test_attention_weights(topology):
             assert on_pads.numel() and (on_pads == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @torch.no_grad()
@@ -372,7 +377,7 @@ def test_bfloat16(topology, position, backend):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_gradient_checkpointing_changes_nothing(topology, backend, use_reentrant):
     texts = Ragged(topology, "left")

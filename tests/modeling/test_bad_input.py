@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny import TOPOLOGIES, VOCAB, needs_compiler, random_tokens, tiny_config, tiny_model
+from tiny import QUICK_BACKENDS, TOPOLOGIES, VOCAB, needs_compiler, random_tokens, tiny_config, tiny_model
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -92,7 +92,7 @@ def test_token_types_outside_their_table(topology):
 @pytest.mark.parametrize(
     "shape", [(2, 5), (2, 7), (1, 6), (3, 6), (6,), (2, 6, 6), (3, 1, 6, 6), (2, 3, 6, 6), (2, 1, 5, 6), (2, 1, 6, 7)]
 )
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_mask_of_the_wrong_shape(topology, backend, shape):
     ids = random_tokens(2, 6)

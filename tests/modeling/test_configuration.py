@@ -67,6 +67,13 @@ ODD = {
     "layer_types": ["chunked_attention", "full_attention"],
     "sliding_window": 7,
     "attention_chunk_size": 5,
+    "num_global_tokens": 3,
+    "linear_feature_map": "unit",
+    "linear_decay": "gated",
+    "linear_update": "delta",
+    "linear_conv_kernel": 4,
+    "linear_output_gate": True,
+    "linear_cross_attention": True,
     "hidden_dropout": 0.2,
     "attention_dropout": 0.3,
     "activation_dropout": 0.4,
@@ -107,6 +114,8 @@ NEEDS = {
     "skip_first_norm": {"norm_position": "pre"},
     "layer_types": {"attention_chunk_size": 5},
     "cross_attention_hidden_size": {"add_cross_attention": True},
+    "num_global_tokens": {"sliding_window": 7},
+    "linear_update": {"linear_feature_map": "unit"},
 }
 NOT_TO_GIVE = {name for name, value in ODD.items() if value is None and name != "pad_token_id"}
 
@@ -288,6 +297,18 @@ REFUSED = [
         "encoder",
         dict(share_layers=True, layer_types=["full_attention", "sliding_attention"], sliding_window=4),
         ["`share_layers` is True", "sliding_attention"],
+    ),
+    ("encoder", dict(num_global_tokens=-1), ["`num_global_tokens` is -1", "at least 0"]),
+    ("encoder", dict(num_global_tokens=2), ["`num_global_tokens` is 2", "no layer with a window or chunks"]),
+    ("encoder", dict(linear_conv_kernel=0), ["`linear_conv_kernel` is 0", "greater than 0"]),
+    ("encoder", dict(linear_update="delta"), ["`linear_update` is 'delta'", "'unit' only, but that is 'elu'"]),
+    *(
+        (
+            "encoder",
+            dict(layer_types=["linear_attention"] * 2, position_embedding_type=position),
+            [f"'linear_attention', which cannot add the biases of `position_embedding_type` = '{position}'", "rotary"],
+        )
+        for position in ("relative", "alibi")
     ),
     ("encoder", dict(embedding_size=7), ["`embedding_size` is 7", "even"]),
     ("encoder", dict(position_embedding_type="rotary", head_dim=7), ["Rotary", "even", "7"]),

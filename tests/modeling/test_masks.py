@@ -11,6 +11,7 @@ from tiny import (
     LAYERS,
     MIXED,
     POSITIONS,
+    QUICK_BACKENDS,
     SIDES,
     TOPOLOGIES,
     VOCAB,
@@ -88,7 +89,7 @@ SIZES = [(name, size) for name in REACH for size in (1, 2, 3, 4, 5, 40) if size 
 
 @in_every_padding
 @pytest.mark.parametrize(("name", "size"), SIZES)
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 def test_reach(name, backend, size, side):
     """Window wider or narrower by one in some backends: token j reaches output i iff 0 <= i - j < W (causal),
     abs(i - j) <= W // 2 (bidirectional), and within a chunk iff i // C == j // C."""
@@ -167,7 +168,7 @@ class Packed:
 
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_packed_documents_do_not_see_each_other(topology, backend, position, layers):
     """Resetting positions alone does not isolate packed documents: pack A+B: outputs of B = B alone."""
@@ -206,7 +207,7 @@ def check_packing(topology, backend, forms, **options):
             assert_equal(model(**packed.inputs, **flag).logits[0], expected, what=f"{form}, {flag}")
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @torch.no_grad()
@@ -228,7 +229,7 @@ def test_packed_rows_of_a_padded_batch(topology, form, backend):
         assert_equal(actual[: len(expected)], expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("topology", BASE_MODELS)
 def test_editing_one_document_leaves_the_others(topology, backend):
     """Resetting positions alone does not isolate packed documents: editing A leaves B alone."""
@@ -302,7 +303,7 @@ def check_prefix(backend: str, length: int, side: str | None):
 
 @in_every_padding
 @pytest.mark.parametrize("length", [0, 1, 5, 12])
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 def test_prefix(backend, length, side):
     """The leading real tokens see each other both ways, the others only what came before."""
     check_prefix(backend, length, side)
@@ -314,7 +315,7 @@ def test_prefix_with_flex(side):
     check_prefix("flex_attention", 5, side)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("layers", ["sliding", "chunked"])
 def test_prefix_in_a_local_layer(layers, backend):
     """Windows and chunks hold in a prefix too, to both sides."""
@@ -326,7 +327,7 @@ def test_prefix_in_a_local_layer(layers, backend):
     check_influence(one_layer("decoder", backend, **LAYERS[layers]), rule, None, prefix_length=torch.full((13,), 7))
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("position", POSITIONS)
 @torch.no_grad()
@@ -385,7 +386,7 @@ def test_prefix_of_packed_documents_is_refused():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_row_that_sees_nothing_is_finite(topology, backend, position, dtype):
     """A row with no visible key gives NaN, sometimes only in backward."""
@@ -416,7 +417,7 @@ def test_a_row_that_sees_nothing_is_finite_with_flex(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["boolean", "lowest", "minus infinity"])
 @pytest.mark.parametrize("position", ["none", "alibi"])
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 def test_a_4d_row_that_sees_nothing_is_finite(backend, position, kind, dtype):
     """A row with no visible key gives NaN: in a 4D mask too, and under biases that reach far below zero."""
     length = 200  # ALiBi's steepest head subtracts a quarter per token: enough to leave half precision's range

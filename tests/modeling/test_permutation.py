@@ -16,6 +16,7 @@ from tiny import (
     LAYERS,
     MIXED,
     POSITIONS,
+    QUICK_BACKENDS,
     VOCAB,
     assert_equal,
     assert_equal_gradients,
@@ -39,7 +40,7 @@ STACKS = {
     "factorised": dict(embedding_size=16, embedding_norm=True, type_vocab_size=2),
 }
 in_every_position = pytest.mark.parametrize("position", POSITIONS)
-on_both_backends = pytest.mark.parametrize("backend", ["eager", "sdpa"])
+on_both_backends = pytest.mark.parametrize("backend", QUICK_BACKENDS)
 
 
 def build(model_class=TriptychForMaskedLM, backend="sdpa", **options):
@@ -268,7 +269,7 @@ def test_who_sees_whom_is_xlnets(padding):
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8)), min_size=1, max_size=4),
     side=st.sampled_from(("left", "right", "inside")),
     extra=st.integers(2, 4),
-    backend=st.sampled_from(("eager", "sdpa")),
+    backend=st.sampled_from(QUICK_BACKENDS),
     seed=st.integers(0, 999),
 )
 @torch.no_grad()

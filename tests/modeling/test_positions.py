@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tiny import MIXED, assert_equal, random_tokens, tiny_config, tiny_model
+from tiny import MIXED, QUICK_BACKENDS, assert_equal, random_tokens, tiny_config, tiny_model
 from transformers import AutoModel, LlamaConfig, T5Config
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.glm.modeling_glm import GlmConfig, GlmRotaryEmbedding
@@ -276,7 +276,7 @@ def test_order_matters_with_positions(position):
 
 
 @pytest.mark.parametrize("position", ["rotary", "relative", "alibi"])
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
 @torch.no_grad()
 def test_distances_ignore_a_common_shift(backend, position):
     """`position_ids` that start anywhere give equal outputs where only distances count."""

@@ -13,6 +13,7 @@ from tiny import (
     LAYERS,
     MIXED,
     POSITIONS,
+    QUICK_BACKENDS,
     TOPOLOGIES,
     assert_equal,
     random_tokens,
@@ -23,7 +24,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from triptych import TriptychEncoderModel
 
 STACKS = {**LAYERS, "mixed": MIXED}
-BACKENDS = st.sampled_from(("eager", "sdpa"))
+BACKENDS = st.sampled_from(QUICK_BACKENDS)
 SEEDS = st.integers(0, 999)
 LENGTHS = st.integers(1, 12)
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=5)  # of the pieces in which a text is fed

@@ -24,7 +24,12 @@ TINY = dict(
 )
 TOPOLOGIES = ("encoder", "decoder", "encoder_decoder")
 POSITIONS = ("sinusoidal", "learned", "rotary", "relative", "alibi", "none")
-LAYERS = {"full": {}, "sliding": {"sliding_window": 4}, "chunked": {"attention_chunk_size": 4}}
+LAYERS = {
+    "full": {},
+    "sliding": {"sliding_window": 4},
+    "chunked": {"attention_chunk_size": 4},
+    "global": {"sliding_window": 4, "num_global_tokens": 2},
+}
 MIXED = dict(
     num_hidden_layers=3,
     layer_types=["full_attention", "sliding_attention", "chunked_attention"],
@@ -46,8 +51,9 @@ needs_compiler = pytest.mark.skipif(
 )
 FLEX = pytest.param("flex_attention", marks=needs_compiler)
 SLOW_FLEX = pytest.param("flex_attention", marks=(needs_compiler, pytest.mark.slow))
-BACKENDS = ("eager", "sdpa", FLEX)
-BACKENDS_SLOW_FLEX = ("eager", "sdpa", SLOW_FLEX)
+QUICK_BACKENDS = ("eager", "sdpa", "banded")
+BACKENDS = (*QUICK_BACKENDS, FLEX)
+BACKENDS_SLOW_FLEX = (*QUICK_BACKENDS, SLOW_FLEX)
 
 
 def tiny_config(topology: str, **changes) -> TriptychConfig:

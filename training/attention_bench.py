@@ -1,0 +1,229 @@
+"""What attention costs as the text grows: time and memory of every backend, on this machine.
+
+Each measurement runs in a process of its own, so that its peak of memory is its own. What would take too long or too
+much memory, going by the lengths before, is left out.
+
+Shapes: B batch, T tokens, H heads, d head width.
+"""
+
+import json
+import math
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional as F
+
+from triptych import TriptychConfig
+from triptych.attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+from triptych.linear_attention import linear_attention
+from triptych.masks import Layout, self_attention_mask
+from triptych.training.plots import plot_costs
+
+# What there is to measure: a backend of softmax attention with its layer type, or a form of linear attention.
+SOFTMAX = {
+    "eager": ("eager", "full_attention"),
+    "sdpa": ("sdpa", "full_attention"),
+    "sdpa, window": ("sdpa", "sliding_attention"),
+    "banded, window": ("banded", "sliding_attention"),
+}
+LINEAR = ("linear, sum", "linear, delta")
+CONTESTANTS = (*SOFTMAX, *LINEAR)
+
+
+@dataclass
+class Shape:
+    """What is measured: forward and backward of one attention, without its projections."""
+
+    is_causal: bool = True
+    window: int = 256
+    batch_size: int = 1
+    heads: int = 8
+    head_dim: int = 64
+    rounds: int = 3
+    threads: int = 0  # 0 is torch's own choice
+
+
+@dataclass
+class Cost:
+    """Of one contestant at one length: median seconds, and bytes at the peak beyond what was there before."""
+
+    contestant: str
+    length: int
+    seconds: float
+    peak_bytes: int
+
+
+def run_attention_benchmark(
+    lengths: Iterable[int], shape: Shape, contestants: Iterable[str] = CONTESTANTS, max_seconds: float = 30.0
+) -> Iterator[Cost]:
+    """Measure each contestant at growing lengths, as far as it comes.
+
+    Args:
+        lengths: T.
+        max_seconds: a round that may take longer is left out, with all longer texts, and so is what may take half of
+            the memory, if both grow with the square of the length.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # so that no process need import torch anew
+    for contestant in contestants:
+        last = None
+        for length in sorted(lengths):
+            if last is not None:
+                growth = (length / last.length) ** 2
+                if last.seconds * growth > max_seconds or last.peak_bytes * growth > memory_size() / 2:
+                    break
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                last = pool.submit(measure, contestant, length, shape).result()
+            yield last
+
+
+def memory_size() -> int:
+    """Bytes of memory of the device that is measured."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return psutil.virtual_memory().total
+
+
+def measure(contestant: str, length: int, shape: Shape) -> Cost:
+    """Time one contestant at one length, in a process that has done nothing before."""
+    if shape.threads:
+        torch.set_num_threads(shape.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = shape.batch_size, length, shape.heads, shape.head_dim
+    states = [torch.randn(size, device=device).transpose(1, 2).requires_grad_() for _ in range(3)]
+    work = linear_work(contestant, shape) if contestant in LINEAR else softmax_work(contestant, shape)
+    before, times = used_memory(device), []
+    for _ in range(1 + shape.rounds):  # the first one warms up
+        started = time.perf_counter()
+        work(*states).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+        for tensor in states:
+            tensor.grad = None
+    return Cost(contestant, length, statistics.median(times[1:]), peak_memory(device) - before)
+
+
+def used_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated()
+    return psutil.Process().memory_info().rss
+
+
+def peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes elsewhere
+
+
+Work = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def softmax_work(contestant: str, shape: Shape) -> Work:
+    """Attention of queries, keys and values [B, H, T, d] through a backend, with the making of its mask."""
+    backend, layer_type = SOFTMAX[contestant]
+    config = TriptychConfig(
+        topology="decoder" if shape.is_causal else "encoder",
+        hidden_size=shape.heads * shape.head_dim,
+        num_attention_heads=shape.heads,
+        num_hidden_layers=1,
+        layer_types=[layer_type],
+        sliding_window=shape.window,
+    )
+    config._attn_implementation = backend
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
+    module = SimpleNamespace(training=True, is_causal=shape.is_causal, num_key_value_groups=1)
+
+    def work(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        batch_size, _, length, _ = query.shape
+        slots = torch.arange(length, device=query.device)
+        hidden_states = query.new_empty(batch_size, length, 0)
+        mask, _ = self_attention_mask(
+            config, hidden_states, Layout(slots, slots[None]), layer_type, shape.is_causal, cache=None
+        )
+        scaling = shape.head_dim**-0.5
+        return attention(module, query, key, value, mask, scaling=scaling, is_causal=shape.is_causal)[0]
+
+    return work
+
+
+def linear_work(contestant: str, shape: Shape) -> Work:
+    """Linear attention with elu + 1 features, or the gated delta rule."""
+    is_delta = contestant == "linear, delta"
+
+    def one_way(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if not is_delta:
+            return linear_attention(F.elu(query) + 1, F.elu(key) + 1, value)[0]
+        gate = value[..., 0]
+        return linear_attention(query, F.normalize(key, dim=-1), value, F.logsigmoid(gate), gate.sigmoid())[0]
+
+    def work(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if shape.is_causal:
+            return one_way(query, key, value)
+        flipped = (states.flip(2) for states in (query, key, value))
+        return one_way(query, key, value) + one_way(*flipped).flip(2)
+
+    return work
+
+
+def fit_exponents(costs: list[Cost]) -> dict[str, tuple[float, float]]:
+    """The powers of the length with which time and memory of each contestant grow, over the longer of its lengths."""
+    exponents = {}
+    for contestant in dict.fromkeys(cost.contestant for cost in costs):
+        own = [cost for cost in costs if cost.contestant == contestant]
+        longer = own[len(own) // 2 - 1 :] if len(own) > 3 else own
+        if len(longer) > 1:
+            lengths = [math.log(cost.length) for cost in longer]
+            exponents[contestant] = tuple(
+                statistics.linear_regression(lengths, [math.log(value) for value in values]).slope
+                for values in ([cost.seconds for cost in longer], [max(cost.peak_bytes, 1) for cost in longer])
+            )
+    return exponents
+
+
+def show_attention_benchmark(costs: Iterable[Cost], shape: Shape, picture: Path, json_lines: bool) -> None:
+    """Print costs as they come, then a table with exponents, and draw them; or print a JSON line each."""
+    done: list[Cost] = []
+    console = Console()
+    with console.status("starting") as status:
+        for cost in costs:
+            done.append(cost)
+            status.update(f"{cost.contestant}: {cost.length:,} tokens in {cost.seconds:.2f} s")
+            if json_lines:
+                print(json.dumps(asdict(cost)), flush=True)
+    exponents = fit_exponents(done)
+    plot_costs(done, exponents, picture)
+    if json_lines:
+        return
+    way = "causal" if shape.is_causal else "both ways"
+    title = (
+        f"Forward and backward of one attention, {way}: batch {shape.batch_size}, {shape.heads} heads of "
+        f"{shape.head_dim}, window {shape.window}, {shape.threads or torch.get_num_threads()} threads"
+    )
+    table = Table("tokens", *exponents, title=title)
+    for length in sorted({cost.length for cost in done}):
+        row = {cost.contestant: cost for cost in done if cost.length == length}
+        table.add_row(
+            f"{length:,}",
+            *(
+                f"{row[name].seconds:.3f} s {row[name].peak_bytes / 2**20:,.0f} MiB" if name in row else "-"
+                for name in exponents
+            ),
+        )
+    table.add_section()
+    table.add_row("exponents", *(f"{seconds:.2f} / {memory:.2f}" for seconds, memory in exponents.values()))
+    console.print(table)
+    console.print(f"picture: {picture}")
