@@ -16,7 +16,7 @@ Global keys are read by every block, beside its band; global queries read all ke
 Where the band would be as wide as the text, and for single steps of decoding, `sdpa` does the work.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -35,16 +35,46 @@ class Reach:
     """What a mask function does not show: how far any query sees, at most.
 
     Args:
-        before, after: ranks to the left and right.
-        is_uniform: what a query sees depends on distances alone: there are no documents, prefix, chunks, global tokens.
+        before, after: so many of the tokens that the window counts, to the left and to the right.
+        is_uniform: what a query sees depends on distances alone: no documents, prefix or chunks, and none of what
+            follows.
+        dilation: the window counts every so many-th token (Beltagy et al. 2020, section 3.1).
         global_tokens: [B, S] True on global tokens; `max_global_tokens` is their number in a row, if it is known.
+        random: blocks of keys that are chosen for each block of queries (Zaheer et al. 2020).
     """
 
     before: int
     after: int
     is_uniform: bool
+    dilation: int = 1
     global_tokens: torch.Tensor | None = None
     max_global_tokens: int | None = None
+    random: "RandomBlocks | None" = None
+
+
+@dataclass
+class RandomBlocks:
+    """Which blocks of `size` ranks a block of queries sees: `number` of them, the same at every call.
+
+    A causal text chooses among the blocks so far, another one among all those of the text.
+    """
+
+    number: int
+    size: int
+    is_causal: bool
+
+    def chosen(self, query_block: torch.Tensor, text_length: torch.Tensor | int) -> list[torch.Tensor]:
+        """The blocks for each `query_block` of a text of so many tokens, which may repeat themselves."""
+        count = query_block + 1 if self.is_causal else (text_length + self.size - 1) // self.size
+        return [scramble(query_block * self.number + draw) % count for draw in range(self.number)]
+
+
+def scramble(number: torch.Tensor) -> torch.Tensor:
+    """An integer hash of small numbers, for draws that need no generator and no table."""
+    for factor in (0x45D9F3B, 0x119DE1F3):
+        number = ((number + 1) * factor) & 0x7FFFFFFF
+        number = number ^ (number >> 16)
+    return number
 
 
 @dataclass
@@ -72,11 +102,11 @@ class Band:
     """The scores that are computed, in place of a mask of all of them.
 
     Args:
-        band: of all queries, in blocks of consecutive ones, with `context` consecutive keys and the global ones.
+        band: of all queries, in blocks of consecutive ones, with `context` consecutive keys and others.
         start: the first key of the first block; negative where it would lie before the text.
-        order: [B, S], and `query_order` [B, T]: real tokens moved to the end where pads may lie between them, so that
-            neighbours are neighbours; None where they are anyway.
-        columns: [B, g] the global keys.
+        order: [B, S], and `query_order` [B, T]: tokens in the order in which neighbours are neighbours, where pads lie
+            between them or a window is dilated; None where they are anyway.
+        others: [B, n, m] the keys that a block reads beside those: global ones, random blocks.
         rows: of the global queries with all keys, one block per text.
     """
 
@@ -85,7 +115,7 @@ class Band:
     context: int
     order: torch.Tensor | None = None
     query_order: torch.Tensor | None = None
-    columns: torch.Tensor | None = None
+    others: torch.Tensor | None = None
     rows: Part | None = None
 
     def bias(self, compute: Callable[[Part], torch.Tensor]) -> torch.Tensor:
@@ -129,11 +159,8 @@ def banded_mask(
     Args:
         reach: of the mask function, where it is bounded. The other arguments are those of transformers' `sdpa_mask`.
     """
-    block = BLOCK_SIZE
-    is_bounded = reach is not None and q_length > 1 and reach.before + block + reach.after < kv_length
-    if is_bounded and reach.global_tokens is not None and reach.max_global_tokens is None:
-        is_bounded = not is_tracing(reach.global_tokens)  # a compiled graph must not count them
-    if not is_bounded:
+    block = BLOCK_SIZE if reach is None or reach.random is None else reach.random.size
+    if not can_be_banded(reach, block, q_length, kv_length):
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -172,26 +199,84 @@ def banded_mask(
         visible = mask_function(0, 0, middle[0][:, None], middle[1]) & exists[:, :, None]
         return Band(part(queries, keys, visible), start, context)
 
-    order = query_order = columns = global_rows = None
-    if real is not None and has_inner_pads(real):
-        order = move_to_end(real)
-        query_order = move_to_end(real[:, shift:])
-        queries = query_order.gather(1, queries.flatten().expand(batch_size, -1)).unflatten(1, queries.shape[1:])
-        keys = order.gather(1, keys.flatten().expand(batch_size, -1)).unflatten(1, keys.shape[1:])
+    order, query_order = find_order(real, q_length, kv_length, reach, device)
+    if order is not None:
+        queries = query_order.gather(1, queries.flatten(1).expand(len(order), -1)).unflatten(1, queries.shape[1:])
+        keys = order.gather(1, keys.flatten(1).expand(len(order), -1)).unflatten(1, keys.shape[1:])
     visible = sees(queries, keys) & exists[:, :, None]
+    tables, others, global_rows = [(keys, visible)], [], None
     if reach.global_tokens is not None:
         is_global = reach.global_tokens[:, kv_offset : kv_offset + kv_length]
-        visible = visible & ~is_global[rows, keys[..., None, :]]
+        tables = [(keys, visible & ~is_global[rows, keys[..., None, :]])]
         columns, is_filled = find_tokens(is_global, reach.max_global_tokens)
-        blocks = columns[:, None].expand(-1, len(begins), -1)
-        visible = torch.cat((visible, sees(queries, blocks) & is_filled[:, None, None]), dim=-1)
-        keys = torch.cat((keys.expand(batch_size, -1, -1), blocks), dim=-1)
+        others.append((columns[:, None].expand(-1, len(begins), -1), is_filled[:, None].expand(-1, len(begins), -1)))
         # Rows that are there to fill up are of other queries, for which the mask function is just as right.
         index, _ = find_tokens(is_global[:, shift:], reach.max_global_tokens)
         if index.shape[1]:
             index, everything = index[:, None], torch.arange(kv_length, device=device)[None, None]
             global_rows = part(index, everything, sees(index, everything))
-    return Band(part(queries, keys, visible), start, context, order, query_order, columns, global_rows)
+    if reach.random is not None:
+        index, is_new = random_keys(reach, block, order, real, kv_length, device)
+        if reach.global_tokens is not None:
+            is_new = is_new & ~is_global[rows[:, 0], index]
+        others.append((index, is_new))
+    tables += [(index, sees(queries, index) & is_new[:, :, None]) for index, is_new in others]
+
+    def joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([table.expand(batch_size, *table.shape[1:]) for table in parts], dim=-1)
+
+    keys, visible = (joined(side) for side in zip(*tables, strict=True))
+    others = joined(index for index, _ in others) if others else None
+    if order is not None:
+        order, query_order = (table.expand(batch_size, -1) for table in (order, query_order))
+    return Band(part(queries, keys, visible), start, context, order, query_order, others, global_rows)
+
+
+def can_be_banded(reach: Reach | None, block: int, q_length: int, kv_length: int) -> bool:
+    """Whether there is a band, narrower than the text, which can be cut into blocks."""
+    if reach is None or q_length == 1 or reach.before + block + reach.after >= kv_length:
+        return False
+    if (reach.dilation > 1 or reach.random is not None) and q_length != kv_length:
+        return False  # their orders of queries and of keys would be two
+    if reach.global_tokens is None or reach.max_global_tokens is not None:
+        return True
+    return not is_tracing(reach.global_tokens)  # a compiled graph must not count them
+
+
+def find_order(
+    real: torch.Tensor | None, q_length: int, kv_length: int, reach: Reach, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The orders [B or 1, S] of keys and [B or 1, T] of queries in which those that see each other are neighbours."""
+    order = query_order = None
+    if real is not None and reach.random is not None:
+        order = query_order = move_to_end(~real)  # so that a token's place is its rank
+    elif real is not None and has_inner_pads(real):
+        order, query_order = move_to_end(real), move_to_end(real[:, kv_length - q_length :])
+    if reach.dilation > 1:
+        places = torch.arange(kv_length, device=device)
+        apart = (places % reach.dilation * kv_length + places // reach.dilation).argsort()
+        order = query_order = apart[None] if order is None else order[:, apart]
+    return order, query_order
+
+
+def random_keys(
+    reach: Reach, block: int, order: torch.Tensor | None, real: torch.Tensor | None, length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [B or 1, n, m] of the blocks chosen at random, and which of them a block of queries does not read yet."""
+    query_blocks = torch.arange(-(-length // block), device=device)[None]  # [1, n]
+    text_length = length if real is None else real.sum(-1, keepdim=True)  # [B, 1]
+    chosen = torch.stack(torch.broadcast_tensors(*reach.random.chosen(query_blocks, text_length)), dim=-1)
+    is_first = torch.stack(
+        [(chosen[..., :draw] != chosen[..., draw, None]).all(-1) for draw in range(chosen.shape[-1])], dim=-1
+    )
+    ranks = chosen[..., None] * block + torch.arange(block, device=device)  # [B or 1, n, number, b]
+    begins = (query_blocks * block)[..., None, None]
+    in_band = (ranks >= begins - reach.before) & (ranks < begins + block + reach.after)
+    is_new = is_first[..., None] & ~in_band & (ranks < (length if real is None else text_length[..., None, None]))
+    keys, is_new = ranks.clamp(max=length - 1).flatten(2), is_new.flatten(2)
+    if order is not None:
+        keys = order.gather(1, keys.flatten(1).expand(len(order), -1)).unflatten(1, keys.shape[1:])
+    return keys, is_new
 
 
 def has_inner_pads(real: torch.Tensor) -> bool:
@@ -232,12 +317,8 @@ def banded_attention_forward(
         )
     band, options = attention_mask, {"dropout_p": dropout, "scale": scaling}
     biases = band.split(position_bias)
-    columns = [None if band.columns is None else gather_tokens(states, band.columns) for states in (key, value)]
-    blocks = take_blocks(query if band.query_order is None else gather_tokens(query, band.query_order), band)
-    contexts = [
-        take_contexts(states if band.order is None else gather_tokens(states, band.order), band, column)
-        for states, column in zip((key, value), columns, strict=True)
-    ]
+    blocks = take_blocks(query, band)
+    contexts = take_contexts(key, band), take_contexts(value, band)
     output = attend(blocks, *contexts, band.band.visible, biases[0], **options)  # [B, n, H, b, d]
     output = output.transpose(2, 3).flatten(1, 2)[:, : query.shape[2]]  # [B, T, H, d]
     if band.query_order is not None:
@@ -280,18 +361,21 @@ def attend(
 def take_blocks(query: torch.Tensor, band: Band) -> torch.Tensor:
     """Queries [B, H, T, d] in blocks [B, n, H, b, d], the last one filled up."""
     blocks, block = band.band.queries.shape[1:]
+    query = query if band.query_order is None else gather_tokens(query, band.query_order)
     query = F.pad(query, (0, 0, 0, blocks * block - query.shape[2]))
     return query.unflatten(2, (blocks, block)).transpose(1, 2)
 
 
-def take_contexts(states: torch.Tensor, band: Band, columns: torch.Tensor | None) -> torch.Tensor:
-    """What each block reads of keys or values [B, K, S, d], and of the global ones [B, K, g, d]: [B, n, K, c, d]."""
+def take_contexts(states: torch.Tensor, band: Band) -> torch.Tensor:
+    """What each block reads of keys or values [B, K, S, d]: [B, n, K, c, d]."""
     blocks, block = band.band.queries.shape[1:]
     end = band.start + (blocks - 1) * block + band.context
-    states = F.pad(states, (0, 0, -band.start, end - states.shape[2]))  # where negative, it cuts off
-    contexts = states.unfold(2, band.context, block).permute(0, 2, 1, 4, 3)
-    if columns is not None:
-        contexts = torch.cat((contexts, columns[:, None].expand(-1, blocks, -1, -1, -1)), dim=3)
+    ordered = states if band.order is None else gather_tokens(states, band.order)
+    ordered = F.pad(ordered, (0, 0, -band.start, end - states.shape[2]))  # where negative, it cuts off
+    contexts = ordered.unfold(2, band.context, block).permute(0, 2, 1, 4, 3)
+    if band.others is not None:
+        others = gather_tokens(states, band.others.flatten(1)).unflatten(2, band.others.shape[1:])
+        contexts = torch.cat((contexts, others.transpose(1, 2)), dim=3)
     return contexts
 
 

@@ -96,12 +96,10 @@ class TriptychConfig(PreTrainedConfig):
         types that caches know."""
         config = super().get_text_config(decoder=decoder, encoder=encoder)
         if decoder and isinstance(config, TriptychStackConfig):
-            cached_as = {"linear_attention": STATE_LAYER_TYPE}
-            if config.num_global_tokens:  # which a window would forget
-                cached_as |= {"sliding_attention": "full_attention", "chunked_attention": "full_attention"}
-            if any(name in cached_as for name in config.layer_types):
+            cached_as = config.cache_layer_types()
+            if cached_as != config.layer_types:
                 config = copy.copy(config)
-                config.layer_types = [cached_as.get(name, name) for name in config.layer_types]
+                config.layer_types = cached_as
         return config
 
     def validate_topology(self):
@@ -179,6 +177,10 @@ class TriptychStackConfig(TriptychConfig):
         num_global_tokens: so many tokens at the beginning of a text see all others and are seen by all, as far as the
             topology lets them, in sliding and chunked layers (Beltagy et al. 2020, Zaheer et al. 2020; in a decoder,
             Xiao et al. 2024).
+        attention_dilation: a window counts every so many-th token (Beltagy et al. 2020); one number for all sliding
+            layers, or one per layer. Local and dilated layers in turns are the strided pattern of Child et al. (2019).
+        num_random_blocks, random_block_size: in sliding layers, blocks of so many tokens that each block of tokens sees
+            beside its window, chosen at random once and for all (Zaheer et al. 2020).
         linear_feature_map, linear_decay, linear_update: what layers of linear attention are, see `linear_attention.py`.
         linear_conv_kernel: tokens that a convolution of each channel of queries, keys and values reads in such a layer;
             1 is none.
@@ -230,6 +232,9 @@ class TriptychStackConfig(TriptychConfig):
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     num_global_tokens: int = 0
+    attention_dilation: int | list[int] = 1
+    num_random_blocks: int = 0
+    random_block_size: int = 64
     linear_feature_map: Literal["elu", "hedgehog", "unit"] = "elu"
     linear_decay: Literal["none", "fixed", "gated"] = "none"
     linear_update: Literal["sum", "delta"] = "sum"
@@ -283,6 +288,29 @@ class TriptychStackConfig(TriptychConfig):
         """Letters of the attention's projections that have a bias."""
         return {True: "qkvo", False: ""}.get(self.attention_bias, self.attention_bias)
 
+    def dilation(self, layer_idx: int) -> int:
+        """Of a layer's window."""
+        dilation = self.attention_dilation
+        dilation = dilation if isinstance(dilation, int) else dilation[layer_idx]
+        return dilation if self.layer_types[layer_idx] == "sliding_attention" else 1
+
+    def layer_kinds(self) -> list[tuple[str, int]]:
+        """Type and dilation of each layer; layers of one kind see alike."""
+        return [(layer_type, self.dilation(layer_idx)) for layer_idx, layer_type in enumerate(self.layer_types)]
+
+    def cache_layer_types(self) -> list[str]:
+        """What each layer is for transformers' caches. One that reaches beyond a window must keep all keys."""
+        names = []
+        for kind in self.layer_kinds():
+            name = STATE_LAYER_TYPE if kind[0] == "linear_attention" else kind[0]
+            is_global = self.num_global_tokens and name in ("sliding_attention", "chunked_attention")
+            names.append("full_attention" if is_global or self.is_sparse(kind) else name)
+        return names
+
+    def is_sparse(self, kind: tuple[str, int]) -> bool:
+        """Whether a kind of layer has a pattern that its type and the size of its window do not say."""
+        return kind[0] == "sliding_attention" and (kind[1] > 1 or self.num_random_blocks > 0)
+
     def tensor_parallel_plan(self) -> dict[str, str]:
         """How each projection that the stack has is split over devices."""
         absent = ["gate_proj"] if self.mlp_type == "dense" else []
@@ -300,7 +328,8 @@ class TriptychStackConfig(TriptychConfig):
         """Sizes are positive, probabilities are probabilities, and each key/value head serves a whole group."""
         positive = (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-            "head_dim max_position_embeddings embedding_size norm_eps residual_scale linear_conv_kernel"
+            "head_dim max_position_embeddings embedding_size norm_eps residual_scale random_block_size "
+            "linear_conv_kernel"
         )
         for name in positive.split():
             if getattr(self, name) is None or getattr(self, name) <= 0:
@@ -313,7 +342,7 @@ class TriptychStackConfig(TriptychConfig):
                 f"`num_key_value_heads` is {self.num_key_value_heads}, but must divide `num_attention_heads` = "
                 f"{self.num_attention_heads}."
             )
-        for name in ("type_vocab_size", "position_offset", "num_global_tokens"):
+        for name in ("type_vocab_size", "position_offset", "num_global_tokens", "num_random_blocks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 0.")
 
@@ -369,6 +398,29 @@ class TriptychStackConfig(TriptychConfig):
             )
         if self.share_layers and len(set(self.layer_types)) > 1:
             raise ValueError(f"`share_layers` is True, but `layer_types` differ: {self.layer_types}.")
+
+    def validate_sparse_patterns(self):
+        """Dilation and random blocks are of windows."""
+        dilation = self.attention_dilation
+        dilations = [dilation] * self.num_hidden_layers if isinstance(dilation, int) else dilation
+        if len(dilations) != self.num_hidden_layers or min(dilations) < 1:
+            raise ValueError(
+                f"`attention_dilation` is {dilation}, but must be at least 1, one number or `num_hidden_layers` = "
+                f"{self.num_hidden_layers} of them."
+            )
+        is_dilated = max(dilations) > 1
+        for name, is_given in (("attention_dilation", is_dilated), ("num_random_blocks", self.num_random_blocks > 0)):
+            if is_given and "sliding_attention" not in self.layer_types:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)}, but `layer_types` has no 'sliding_attention', which it is of."
+                )
+        if is_dilated and self.num_random_blocks:
+            raise ValueError(
+                f"`attention_dilation` is {dilation}, but must be 1 where `num_random_blocks` is "
+                f"{self.num_random_blocks}."
+            )
+        if self.share_layers and len(set(dilations)) > 1:
+            raise ValueError(f"`share_layers` is True, but the `attention_dilation` of layers differs: {dilation}.")
 
     def validate_linear_attention(self):
         """There are no scores to add a bias to, and the delta rule is stable for keys of length one."""

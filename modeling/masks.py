@@ -8,6 +8,7 @@ function `(batch, head, query slot, key slot) -> visible`. Rules are composed, a
 function turns the result into what its kernel wants: a boolean tensor, an additive one, a block mask, or nothing.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from transformers.masking_utils import (
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
-from .banded import Reach
+from .banded import RandomBlocks, Reach
 from .configuration_triptych import TriptychStackConfig
 from .linear_attention import Text
 
@@ -66,6 +67,19 @@ class Layout:
             prefix=reach(self.prefix, False),
             global_tokens=reach(self.global_tokens, False),
         )
+
+    def text_length(self, batch: torch.Tensor, slot: torch.Tensor) -> torch.Tensor | int:
+        """Real tokens of the document that a slot belongs to."""
+        if self.ranks is None:
+            return len(self.query_slots)
+        ends = torch.ones_like(self.ranks, dtype=torch.bool)
+        if self.documents is not None:
+            ends[:, :-1] = self.documents[:, 1:] != self.documents[:, :-1]
+        else:
+            ends[:, :-1] = False
+        places = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
+        end = torch.where(ends, places, ends.shape[1]).flip(1).cummin(1).values.flip(1)  # of the slot's own document
+        return (self.ranks.gather(1, end) + 1)[batch, slot]
 
     def key_positions(self, length: int, offset: int) -> torch.Tensor:
         """Positions [B or 1, length] of the key slots from `offset` on, for biases on distances."""
@@ -313,17 +327,21 @@ def mark_global_tokens(
 
 
 def visibility(
-    config: TriptychStackConfig, layout: Layout, layer_type: str, is_causal: bool
+    config: TriptychStackConfig, layout: Layout, kind: tuple[str, int], is_causal: bool
 ) -> tuple[Callable, Reach | None]:
-    """The mask function of one layer type, and how far it reaches; None is without bounds."""
+    """The mask function of one kind of layer, and how far it reaches; None is without bounds."""
+    layer_type, dilation = kind
     sees = causal_mask_function if is_causal else bidirectional_mask_function
-    window = local = None
+    window = local = random = None
     if layout.prefix is not None:
         sees = or_masks(sees, prefix_rule(layout.prefix))
     if layer_type == "sliding_attention":
         # Causal: the last W tokens. Bidirectional: W // 2 to each side. Both as a distance below `window`.
         window = config.sliding_window if is_causal else config.sliding_window // 2 + 1
-        local = window_rule(layout, window)
+        local = window_rule(layout, window, dilation)
+        if config.num_random_blocks:
+            random = RandomBlocks(config.num_random_blocks, config.random_block_size, is_causal)
+            local = or_masks(local, random_rule(layout, random))
     elif layer_type == "chunked_attention":
         window = config.attention_chunk_size
         local = chunk_rule(layout, window)
@@ -334,14 +352,16 @@ def visibility(
         sees = and_masks(sees, document_rule(layout.documents, layout.documents))
     if layout.permutation is not None:
         return permutation_rule(sees, layout), None
-    if local is None or not layout.is_in_order:
+    if local is None or not layout.is_in_order or (random is not None and layout.documents is not None):
         return sees, None
     return sees, Reach(
         before=window - 1,
         after=window - 1 if layout.prefix is not None or not is_causal else 0,
-        is_uniform=layer_type == "sliding_attention" and is_plain_pattern(layout),
+        is_uniform=layer_type == "sliding_attention" and is_plain_pattern(layout) and not config.is_sparse(kind),
+        dilation=dilation,
         global_tokens=layout.global_tokens,
         max_global_tokens=layout.max_global_tokens,
+        random=random,
     )
 
 
@@ -358,11 +378,21 @@ def prefix_rule(prefix: torch.Tensor) -> Callable:
     return both_in_prefix
 
 
-def window_rule(layout: Layout, window: int) -> Callable:
+def window_rule(layout: Layout, window: int, dilation: int) -> Callable:
     def within_window(batch, head, query, key):
-        return (layout.rank(batch, query) - layout.rank(batch, key)).abs() < window
+        distance = (layout.rank(batch, query) - layout.rank(batch, key)).abs()
+        return distance < window if dilation == 1 else (distance < window * dilation) & (distance % dilation == 0)
 
     return within_window
+
+
+def random_rule(layout: Layout, random: RandomBlocks) -> Callable:
+    def in_chosen_block(batch, head, query, key):
+        key_block = layout.rank(batch, key) // random.size
+        chosen = random.chosen(layout.rank(batch, query) // random.size, layout.text_length(batch, query))
+        return functools.reduce(torch.logical_or, [block == key_block for block in chosen])
+
+    return in_chosen_block
 
 
 def chunk_rule(layout: Layout, size: int) -> Callable:
@@ -406,20 +436,25 @@ def self_attention_mask(
     config: TriptychStackConfig,
     hidden_states: torch.Tensor,
     layout: Layout,
-    layer_type: str,
+    kind: tuple[str, int],
     is_causal: bool,
     cache: Cache | None,
 ):
-    """The backend's mask for one layer type, over key slots `offset` to `offset + length` as the cache returns them.
+    """The backend's mask for one kind of layer, over key slots `offset` to `offset + length` as the cache returns them.
 
     Returns:
         The mask, and (length, offset) of the keys.
     """
-    layer_idx = config.layer_types.index(layer_type)
+    layer_type, layer_idx = kind[0], config.layer_kinds().index(kind)
     query_length = hidden_states.shape[1]
     if layer_type == "linear_attention":
         return read_text(layout, cache), (query_length, 0)
     if isinstance(cache, PagedAttentionCache):
+        if config.num_global_tokens or config.is_sparse(kind):
+            raise ValueError(
+                "Continuous batching plans its own masks, which have no `num_global_tokens`, `attention_dilation` or "
+                "`num_random_blocks`."
+            )
         custom = layout.custom
         return (custom.get(layer_type) if isinstance(custom, dict) else custom), (query_length, 0)
     if cache is not None:
@@ -431,15 +466,14 @@ def self_attention_mask(
     if layout.custom is not None:
         return check_custom(layout.custom, hidden_states, config, key_length), keys
 
-    sees, reach = visibility(config, layout.covering(key_offset + key_length), layer_type, is_causal)
-    window = reach.before + 1 if reach is not None and reach.global_tokens is None else None
-    if window and cache is not None:
+    sees, reach = visibility(config, layout.covering(key_offset + key_length), kind, is_causal)
+    if cache_says(cache, layer_idx, "is_sliding"):
         check_window_cache(layout.padding, layer_type, query_length)
     # Only the plain pattern can be left to a kernel's own causal flag; see transformers' `sdpa_mask`.
-    is_plain = is_plain_pattern(layout)
-    is_static = cache is not None and is_static_layer(cache, layer_idx)
+    is_plain = is_plain_pattern(layout) and not config.is_sparse(kind)
+    is_static = cache_says(cache, layer_idx, "is_compileable")  # all its slots are there from the start
     is_compiled_step = is_static and query_length == 1
-    refuse_on_flash(config, layout, hidden_states.shape[0])
+    refuse_on_flash(config, layout, kind, hidden_states.shape[0])
     mask = backend_mask_function(config)(
         batch_size=hidden_states.shape[0],
         q_length=query_length,
@@ -448,7 +482,7 @@ def self_attention_mask(
         kv_offset=key_offset,
         mask_function=sees,
         attention_mask=layout.padding,
-        local_size=window,
+        local_size=reach.before + 1 if reach is not None else None,
         allow_is_causal_skip=is_causal and is_plain and not is_compiled_step,
         allow_is_bidirectional_skip=not is_causal and is_plain,
         reach=None if is_static else reach,
@@ -459,9 +493,9 @@ def self_attention_mask(
     return mask, keys
 
 
-def is_static_layer(cache: Cache, layer_idx: int) -> bool:
-    """Whether a layer's cache has all its slots from the start, filled or not."""
-    return layer_idx < len(cache.layers) and getattr(cache.layers[layer_idx], "is_compileable", False)
+def cache_says(cache: Cache | None, layer_idx: int, what: str) -> bool:
+    """What a layer's cache says of itself; a cache that is made without a configuration gets its layers later."""
+    return cache is not None and layer_idx < len(cache.layers) and getattr(cache.layers[layer_idx], what, False)
 
 
 def read_text(layout: Layout, cache: Cache | None) -> Text:
@@ -542,15 +576,16 @@ def backend_mask_function(config: TriptychStackConfig) -> Callable:
     return ALL_MASK_ATTENTION_FUNCTIONS[name]
 
 
-def refuse_on_flash(config: TriptychStackConfig, layout: Layout, batch_size: int):
+def refuse_on_flash(config: TriptychStackConfig, layout: Layout, kind: tuple[str, int], batch_size: int):
     """Flash attention reads padding, windows and rows of packed documents, and would ignore any other rule."""
     if not is_flash_attention_requested(config):
         return
     name = config._attn_implementation
-    if any(rule is not None for rule in (layout.prefix, layout.custom, layout.permutation, layout.global_tokens)):
+    rules = (layout.prefix, layout.custom, layout.permutation, layout.global_tokens)
+    if config.is_sparse(kind) or any(rule is not None for rule in rules):
         raise ValueError(
             f"`attn_implementation` is {name!r}, which takes no 4D mask, no `prefix_length`, no `perm_mask`, no "
-            "`target_mapping` and no global tokens."
+            "`target_mapping`, no global tokens, no `attention_dilation` and no `num_random_blocks`."
         )
     if layout.documents is not None and (batch_size > 1 or layout.padding is not None):
         raise ValueError(f"`attn_implementation` is {name!r}, which takes packed documents only in one unpadded row.")

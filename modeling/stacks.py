@@ -190,13 +190,13 @@ class TriptychStack(TriptychPreTrainedModel):
         return between(queries, keys).expand(hidden_states.shape[0], -1, -1, -1)
 
     def layer_inputs(self, hidden_states: torch.Tensor, layout: Layout, cache: Cache | None, is_causal: bool) -> dict:
-        """Per layer type, what its layers need beside the stream: mask, bias, rotary angles, and the causal flag."""
-        kind = self.config.position_embedding_type
-        if isinstance(cache, PagedAttentionCache) and kind in ("relative", "alibi"):
-            raise ValueError(f"Continuous batching cannot add the biases of `position_embedding_type` = {kind!r}.")
+        """Per kind of layer, what its layers need beside the stream: mask, bias, rotary angles, and the causal flag."""
+        position = self.config.position_embedding_type
+        if isinstance(cache, PagedAttentionCache) and position in ("relative", "alibi"):
+            raise ValueError(f"Continuous batching cannot add the biases of `position_embedding_type` = {position!r}.")
         inputs = {}
-        for layer_type in dict.fromkeys(self.config.layer_types):
-            mask, keys = self_attention_mask(self.config, hidden_states, layout, layer_type, is_causal, cache)
+        for kind in dict.fromkeys(self.config.layer_kinds()):
+            mask, keys = self_attention_mask(self.config, hidden_states, layout, kind, is_causal, cache)
             bias = self.position_bias(hidden_states, layout, mask, keys, is_causal)
             hides_future = is_causal
             if layout.custom is not None and not isinstance(cache, PagedAttentionCache):
@@ -205,9 +205,9 @@ class TriptychStack(TriptychPreTrainedModel):
                 bias = bias.expand(hidden_states.shape[0], self.config.num_attention_heads, -1, -1)
                 mask, hides_future = None, False
             angles = None
-            if kind == "rotary":
-                angles = self.rotary_emb[layer_type](hidden_states, layout.position_ids)
-            inputs[layer_type] = bias, dict(attention_mask=mask, position_embeddings=angles, is_causal=hides_future)
+            if position == "rotary":
+                angles = self.rotary_emb[kind[0]](hidden_states, layout.position_ids)
+            inputs[kind] = bias, dict(attention_mask=mask, position_embeddings=angles, is_causal=hides_future)
         return inputs
 
     def read(
@@ -249,9 +249,9 @@ class TriptychStack(TriptychPreTrainedModel):
                 layout.documents,
                 encoder_seq_idx,
             )
-        for layer_idx, layer_type in enumerate(self.config.layer_types):
+        for layer_idx, kind in enumerate(self.config.layer_kinds()):
             layer = self.layers[0 if self.config.share_layers else layer_idx]
-            bias, rest = inputs[layer_type]
+            bias, rest = inputs[kind]
             hidden_states = layer(
                 hidden_states,
                 encoder_hidden_states,

@@ -48,11 +48,14 @@ def random_inputs(topology: str, length: int, kinds: set[str]) -> dict[str, torc
     position=st.sampled_from(POSITIONS),
     heads=st.sampled_from((1, 2, 4)),
     num_global_tokens=st.integers(0, 3),
+    sparse=st.sampled_from(({}, {"attention_dilation": 3}, {"num_random_blocks": 2, "random_block_size": 5})),
     kinds=st.sets(st.sampled_from(("padding", "documents", "prefix", "global"))),
     block=st.sampled_from((1, 3, 16, 128)),
     seed=SEEDS,
 )
-def test_the_band_is_the_whole(topology, field, length, window, position, heads, num_global_tokens, kinds, block, seed):
+def test_the_band_is_the_whole(
+    topology, field, length, window, position, heads, num_global_tokens, sparse, kinds, block, seed
+):
     """Lengths of no whole blocks, windows of 2 to 2T, pads, documents and prefixes anywhere, global tokens,
     grouped heads and every position: outputs to 1e-5 and gradients to 1e-4 are those of eager."""
     torch.manual_seed(seed)
@@ -62,6 +65,7 @@ def test_the_band_is_the_whole(topology, field, length, window, position, heads,
         "position_embedding_type": position,
         "num_key_value_heads": heads,
         "num_global_tokens": num_global_tokens,
+        **(sparse if field == "sliding_window" else {}),
     }
     real = inputs.get("attention_mask", torch.ones(2, length)).bool()
     weights = torch.randn(2, length, 32)

@@ -68,6 +68,9 @@ ODD = {
     "sliding_window": 7,
     "attention_chunk_size": 5,
     "num_global_tokens": 3,
+    "attention_dilation": [2, 1],
+    "num_random_blocks": 2,
+    "random_block_size": 7,
     "linear_feature_map": "unit",
     "linear_decay": "gated",
     "linear_update": "delta",
@@ -115,6 +118,8 @@ NEEDS = {
     "layer_types": {"attention_chunk_size": 5},
     "cross_attention_hidden_size": {"add_cross_attention": True},
     "num_global_tokens": {"sliding_window": 7},
+    "attention_dilation": {"sliding_window": 7},
+    "num_random_blocks": {"sliding_window": 7},
     "linear_update": {"linear_feature_map": "unit"},
 }
 NOT_TO_GIVE = {name for name, value in ODD.items() if value is None and name != "pad_token_id"}
@@ -300,6 +305,22 @@ REFUSED = [
     ),
     ("encoder", dict(num_global_tokens=-1), ["`num_global_tokens` is -1", "at least 0"]),
     ("encoder", dict(num_global_tokens=2), ["`num_global_tokens` is 2", "no layer with a window or chunks"]),
+    ("encoder", dict(random_block_size=0), ["`random_block_size` is 0", "greater than 0"]),
+    ("encoder", dict(num_random_blocks=-1), ["`num_random_blocks` is -1", "at least 0"]),
+    ("encoder", dict(num_random_blocks=2), ["`num_random_blocks` is 2", "no 'sliding_attention'"]),
+    ("encoder", dict(attention_dilation=0, sliding_window=4), ["`attention_dilation` is 0", "at least 1"]),
+    ("encoder", dict(attention_dilation=[2], sliding_window=4), ["`attention_dilation` is [2]", "= 2 of them"]),
+    ("encoder", dict(attention_dilation=2), ["`attention_dilation` is 2", "no 'sliding_attention'"]),
+    (
+        "encoder",
+        dict(attention_dilation=2, num_random_blocks=1, sliding_window=4),
+        ["`attention_dilation` is 2", "must be 1 where `num_random_blocks` is 1"],
+    ),
+    (
+        "encoder",
+        dict(attention_dilation=[2, 1], share_layers=True, sliding_window=4),
+        ["`share_layers` is True", "[2, 1]"],
+    ),
     ("encoder", dict(linear_conv_kernel=0), ["`linear_conv_kernel` is 0", "greater than 0"]),
     ("encoder", dict(linear_update="delta"), ["`linear_update` is 'delta'", "'unit' only, but that is 'elu'"]),
     *(

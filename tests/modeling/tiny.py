@@ -29,6 +29,8 @@ LAYERS = {
     "sliding": {"sliding_window": 4},
     "chunked": {"attention_chunk_size": 4},
     "global": {"sliding_window": 4, "num_global_tokens": 2},
+    "sparse": {"sliding_window": 2, "num_global_tokens": 1, "num_random_blocks": 1, "random_block_size": 2},
+    "dilated": {"sliding_window": 3, "attention_dilation": [2, 3]},
 }
 MIXED = dict(
     num_hidden_layers=3,
