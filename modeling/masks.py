@@ -47,6 +47,7 @@ class Layout:
     prefix: torch.Tensor | None = None  # [B, S] True within the prefix
     custom: torch.Tensor | dict | None = None  # the caller's 4D mask; continuous batching plans one per layer type
     permutation: torch.Tensor | None = None  # [B, S, S] True where an order of prediction lets the row see the column
+    lengths: torch.Tensor | None = None  # [B, S] of the texts, where random blocks need them
     global_tokens: torch.Tensor | None = None  # [B, S] True on tokens that see all and are seen by all
     max_global_tokens: int | None = None  # their number in a row, where it is known without looking
     is_in_order: bool = True  # False where `ranks` are positions of the caller's own choice
@@ -65,21 +66,13 @@ class Layout:
             documents=reach(self.documents, -1),
             ranks=reach(self.ranks, 0),
             prefix=reach(self.prefix, False),
+            lengths=reach(self.lengths, 0),
             global_tokens=reach(self.global_tokens, False),
         )
 
     def text_length(self, batch: torch.Tensor, slot: torch.Tensor) -> torch.Tensor | int:
-        """Real tokens of the document that a slot belongs to."""
-        if self.ranks is None:
-            return len(self.query_slots)
-        ends = torch.ones_like(self.ranks, dtype=torch.bool)
-        if self.documents is not None:
-            ends[:, :-1] = self.documents[:, 1:] != self.documents[:, :-1]
-        else:
-            ends[:, :-1] = False
-        places = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
-        end = torch.where(ends, places, ends.shape[1]).flip(1).cummin(1).values.flip(1)  # of the slot's own document
-        return (self.ranks.gather(1, end) + 1)[batch, slot]
+        """Real tokens of the document that a slot belongs to; see `mark_patterns`."""
+        return len(self.query_slots) if self.lengths is None else self.lengths[batch, slot]
 
     def key_positions(self, length: int, offset: int) -> torch.Tensor:
         """Positions [B or 1, length] of the key slots from `offset` on, for biases on distances."""
@@ -187,6 +180,7 @@ def two_streams(layout: Layout, perm_mask: torch.Tensor | None, targets: torch.T
         documents=stand(layout.documents),
         ranks=slots if layout.ranks is None else stand(layout.ranks),
         permutation=F.pad(sees, (0, queries)),
+        lengths=stand(torch.full_like(slots[:1, :length], length) if layout.lengths is None else layout.lengths),
         global_tokens=stand(layout.global_tokens),
     )
 
@@ -291,6 +285,16 @@ def find_documents(
     return F.pad(documents, (0, slots - length), value=-1)
 
 
+def text_lengths(ranks: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+    """Real tokens [B, S] of the document that each slot belongs to: one more than the rank at its end."""
+    if documents is None:
+        return (ranks[:, -1:] + 1).expand_as(ranks)
+    is_end = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
+    places = torch.arange(is_end.shape[1], device=is_end.device)
+    ends = torch.where(is_end, places, len(places)).flip(1).cummin(1).values.flip(1)
+    return ranks.gather(1, ends) + 1
+
+
 def rank_tokens(padding: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
     """Place [B, S] of each token among the real tokens of its document; a pad has that of the token before it."""
     if padding is None and documents is None:
@@ -305,10 +309,16 @@ def rank_tokens(padding: torch.Tensor | None, documents: torch.Tensor | None) ->
     return ranks
 
 
-def mark_global_tokens(
-    layout: Layout, num_global_tokens: int, global_attention_mask: torch.Tensor | None, batch_size: int
+def mark_patterns(
+    layout: Layout, config: TriptychStackConfig, global_attention_mask: torch.Tensor | None, batch_size: int
 ):
-    """Marks the first so many real tokens of each document, and those that the caller names, as global."""
+    """Adds to a layout what sparse patterns ask for: global tokens, and the lengths of texts for random blocks.
+
+    Global are the first `num_global_tokens` real ones of each document, and those that the caller names.
+    """
+    if config.num_random_blocks and layout.ranks is not None:
+        layout.lengths = text_lengths(layout.ranks, layout.documents)
+    num_global_tokens = config.num_global_tokens
     chosen = None
     if num_global_tokens:
         # A compiled step, which knows no past, asks for slots behind its table; those are not global.

@@ -35,7 +35,7 @@ from .masks import (
     Layout,
     cross_attention_mask,
     find_documents,
-    mark_global_tokens,
+    mark_patterns,
     read_layout,
     read_targets,
     self_attention_mask,
@@ -234,7 +234,7 @@ class TriptychStack(TriptychPreTrainedModel):
         own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         types = token_type_ids if self.config.type_vocab_size else None
         layout = read_layout(hidden_states, attention_mask, position_ids, seq_idx, prefix_length, own_cache, types)
-        mark_global_tokens(layout, self.config.num_global_tokens, global_attention_mask, len(hidden_states))
+        mark_patterns(layout, self.config, global_attention_mask, len(hidden_states))
         if perm_mask is not None or target_mapping is not None:
             hidden_states, types, layout = self.add_queries(hidden_states, types, layout, perm_mask, target_mapping)
         hidden_states = self.add_positions(hidden_states, layout.position_ids, types)
