@@ -92,14 +92,10 @@ class TriptychConfig(PreTrainedConfig):
         return TriptychConfig(**{**preset, **changes})
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """The stack that reads or writes text. As the decoder, of which transformers makes caches, it has the layer
-        types that caches know."""
+        """The stack that reads or writes text; of the decoder, transformers makes caches."""
         config = super().get_text_config(decoder=decoder, encoder=encoder)
-        if decoder and isinstance(config, TriptychStackConfig):
-            cached_as = config.cache_layer_types()
-            if cached_as != config.layer_types:
-                config = copy.copy(config)
-                config.layer_types = cached_as
+        if decoder and isinstance(config, TriptychStackConfig) and config.cache_layer_types() != config.layer_types:
+            return CacheConfig(config)
         return config
 
     def validate_topology(self):
@@ -130,6 +126,25 @@ class TriptychConfig(PreTrainedConfig):
                     raise ValueError(
                         f"`{name}` is {token}, but must be None or from 0 to vocab_size - 1 = {self.vocab_size - 1}."
                     )
+
+
+class CacheConfig:
+    """A stack's configuration, to read and to change, whose layer types are those that transformers has caches for."""
+
+    def __init__(self, config: "TriptychStackConfig"):
+        self.__dict__["_config"] = config
+
+    @property
+    def layer_types(self) -> list[str]:
+        return self._config.cache_layer_types()
+
+    def __getattr__(self, name: str):
+        if name == "_config":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+    def __setattr__(self, name: str, value):
+        setattr(self._config, name, value)
 
 
 @strict

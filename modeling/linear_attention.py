@@ -158,7 +158,7 @@ class TriptychShortConvolution(nn.Module):
 
     def __init__(self, channels: int, taps: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, taps))
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))  # as nn.Conv1d has it
 
     def forward(
         self, states: torch.Tensor, text: Text, past: torch.Tensor | None, is_causal: bool
@@ -167,7 +167,7 @@ class TriptychShortConvolution(nn.Module):
 
         A causal filter reads the token and those before it, `past` [B, k - 1, X] among them; another one both sides.
         """
-        taps, length = self.weight.shape[1], states.shape[1]
+        taps, length = self.weight.shape[-1], states.shape[1]
         before = taps - 1 if is_causal else taps // 2
         if past is None:
             past = states.new_zeros(len(states), before, states.shape[2])
@@ -190,7 +190,7 @@ class TriptychShortConvolution(nn.Module):
             part = padded[:, tap : tap + length]
             if documents is not None:
                 part = part * (documents[:, tap : tap + length] == documents[:, before : before + length])[..., None]
-            filtered = filtered + part * self.weight[:, tap]
+            filtered = filtered + part * self.weight[:, 0, tap]
         if order is not None:
             filtered = F.pad(filtered, (0, 0, before, 0))
             filtered = take(filtered, order.argsort(dim=1))[:, before:]

@@ -81,7 +81,8 @@ class TriptychPreTrainedModel(PreTrainedModel):
         elif isinstance(module, TriptychFeatureMap) and module.kind == "hedgehog":
             init.copy_(module.weight, torch.eye(module.weight.shape[-1]).expand_as(module.weight))
         elif isinstance(module, TriptychShortConvolution):
-            init.uniform_(module.weight, -(module.weight.shape[1] ** -0.5), module.weight.shape[1] ** -0.5)
+            bound = module.weight.shape[-1] ** -0.5
+            init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, TriptychLinearAttention) and hasattr(module, "decay_rate"):
             # Rates from 1 to 16 and steps from 0.001 to 0.1, as Dao & Gu (2024) have them.
             init.copy_(module.decay_rate, torch.empty(len(module.decay_rate)).uniform_(1, 16).log())

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from suite import SuiteUnavailable, suite_folder
+from transformers import PreTrainedModel
 
 import triptych
 from triptych.auto_map import AUTO_CLASSES
@@ -248,4 +249,71 @@ class DecoderMixedTest(Conformance, TrainingTesterMixin, test_fsdp_mixin.FSDPTes
         sliding_window=4,
         embedding_size=16,
         initializer_range=None,
+    )
+
+
+class Banded:
+    """The backend of long texts as the default one, in blocks of two tokens. Like sdpa it gives no weights."""
+
+    has_attentions = False
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(patch.object(triptych.banded, "BLOCK_SIZE", 2))
+        choose = PreTrainedModel._check_and_adjust_attn_implementation
+        self.enterContext(
+            patch.object(
+                PreTrainedModel,
+                "_check_and_adjust_attn_implementation",
+                lambda model, name, *args, **kwargs: choose(model, name or "banded", *args, **kwargs),
+            )
+        )
+
+
+class EncoderBandedTest(Banded, Conformance, TrainingTesterMixin, unittest.TestCase):
+    """Longformer and its kind: windows and global tokens, relative positions."""
+
+    topology = "encoder"
+    fields = dict(position_embedding_type="relative", sliding_window=2, num_global_tokens=1, num_key_value_heads=2)
+
+
+class DecoderBandedTest(Banded, Conformance, TrainingTesterMixin, unittest.TestCase):
+    """Windows in every layer, dilated in the second."""
+
+    topology = "decoder"
+    fields = dict(
+        position_embedding_type="rotary",
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0),
+        sliding_window=2,
+        attention_dilation=[1, 2],
+        norm_position="pre",
+    )
+
+
+class EncoderDecoderLinearTest(Conformance, unittest.TestCase):
+    """Linear attention of the plain kind wherever there is attention."""
+
+    topology = "encoder_decoder"
+    has_attentions = False
+    fields = dict(layer_types=["linear_attention"] * 2, decoder=dict(linear_cross_attention=True))
+
+
+class DecoderHybridTest(Conformance, TrainingTesterMixin, test_fsdp_mixin.FSDPTesterMixin, unittest.TestCase):
+    """Qwen3-Next and its kind: a gated delta rule with a convolution, then full attention."""
+
+    topology = "decoder"
+    has_attentions = False  # half of the layers have none
+    fields = dict(
+        layer_types=["linear_attention", "full_attention"],
+        linear_update="delta",
+        linear_feature_map="unit",
+        linear_decay="gated",
+        linear_conv_kernel=4,
+        linear_output_gate=True,
+        position_embedding_type="rotary",
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0),
+        norm_type="rmsnorm",
+        norm_position="pre",
+        mlp_type="gated",
+        hidden_act="silu",
     )
