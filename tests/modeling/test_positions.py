@@ -303,3 +303,45 @@ def test_position_ids_of_the_callers_own(position, use_cache):
     expected = model(gapped, attention_mask=mask).last_hidden_state[:, positions[0]]
     actual = model(ids, position_ids=positions, use_cache=use_cache).last_hidden_state
     assert_equal(actual, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beyond the length of training
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}], ids=["full", "windows"])
+@pytest.mark.parametrize("position", ["sinusoidal", "rotary", "relative", "alibi", "none"])
+@torch.no_grad()
+def test_positions_that_are_computed_have_no_end(position, options):
+    """A text five times as long as `max_position_embeddings` runs, and its beginning reads as it does alone."""
+    model = tiny_model(TriptychDecoderModel, position_embedding_type=position, max_position_embeddings=16, **options)
+    ids = random_tokens(1, 80)
+    states = model(ids).last_hidden_state
+    assert states.isfinite().all()
+    assert_equal(states[:, :16], model(ids[:, :16]).last_hidden_state)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "yarn", "llama3"])
+@torch.no_grad()
+def test_scaled_rotary_positions_are_llamas_beyond_training(rope_type):
+    """Angles of a text four times as long as the model was trained on."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    if rope_type == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = tiny_config("decoder", position_embedding_type="rotary", rope_parameters=rope, max_position_embeddings=64)
+    theirs = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, head_dim=8, rope_parameters=dict(rope), max_position_embeddings=64
+    )
+    states, positions = torch.zeros(1, 64, 32), torch.arange(64)[None]
+    expected = LlamaRotaryEmbedding(theirs)(states, positions)
+    for actual, wanted in zip(TriptychRotaryEmbedding(config)(states, positions), expected, strict=True):
+        assert_equal(actual, wanted, tolerance=1e-6)
+
+
+@torch.no_grad()
+def test_learned_positions_end_with_their_table():
+    """The error names the field, the position and the length of the text."""
+    model = tiny_model(TriptychDecoderModel, position_embedding_type="learned", max_position_embeddings=16)
+    model(random_tokens(1, 16))
+    with pytest.raises(ValueError, match=r"text of 17 tokens.*0 to 15, as `max_position_embeddings` is 16"):
+        model(random_tokens(1, 17))
