@@ -166,6 +166,10 @@ def _texts(examples: Dataset, task: Task) -> Iterator[str]:
             yield from [value] if isinstance(value, str) else value
 
 
+# What a recipe's section `model` says beside the fields of the configuration.
+NOT_FIELDS = ("preset", "path", "topology", "attn_implementation")
+
+
 def build_model(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, labels: list[str]) -> PreTrainedModel:
     """Return the objective's head with the recipe's fields and the tokenizer's ids, initialised or loaded.
 
@@ -184,14 +188,16 @@ def build_model(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, 
         changes["mask_token_id"] = tokenizer.mask_token_id
     if "token_type_ids" in tokenizer.model_input_names:
         changes["type_vocab_size"] = 2
-    given = {name: value for name, value in recipe.model.items() if name not in ("preset", "path", "topology")}
+    given = {name: value for name, value in recipe.model.items() if name not in NOT_FIELDS}
     _check_model_fields(given, task.topology)
     heads = {"num_labels": 1, "problem_type": "regression"} if task.name == "regression" else {}
     if labels:
         heads = {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}
+    name = recipe.model.get("attn_implementation")
+    backend = {"attn_implementation": name} if name else {}
     with as_user_error("recipe section 'model'"):
         if path := recipe.model.get("path"):
-            model = task.head.from_pretrained(path, **given | heads)
+            model = task.head.from_pretrained(path, **given | heads, **backend)
         else:
             fields = changes | given | heads
             preset = recipe.model.get("preset")
@@ -200,7 +206,7 @@ def build_model(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, 
                 if preset
                 else TriptychConfig(topology=task.topology, **fields)
             )
-            model = task.head.from_config(config)
+            model = task.head.from_config(config, **backend)
         if model.can_generate():
             model.generation_config.update(**vars(recipe.generation))
             model.generation_config.validate()
@@ -217,7 +223,7 @@ def _check_model_fields(changes: dict[str, Any], topology: str) -> None:
             {field.name for field in fields(TriptychEncoderDecoderConfig)} | known["encoder"] | known["decoder"]
         )
         sections = {f"model.{stack}": (changes.get(stack) or {}, known[stack]) for stack in stacks}
-    sections["model"] = (changes, known[topology] | {"preset", "path", "topology"})
+    sections["model"] = (changes, known[topology].union(NOT_FIELDS))
     for section, (given, allowed) in sections.items():
         for name in given:
             if name not in allowed:

@@ -32,6 +32,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from triptych.training.dates import generate_dates
 from triptych.training.errors import UserError, unknown_name
+from triptych.training.recall import generate_recall
 from triptych.training.recipe import DataRecipe, SourceRecipe
 
 DATA_VARIABLE = "TRIPTYCH_DATA"
@@ -54,7 +55,7 @@ def load_split(
 
     Args:
         recipe: where the examples come from.
-        split: a name in `recipe.splits` or `recipe.dates`.
+        split: a name in `recipe.splits`, or of generated data.
         columns: what the objective reads, in its order; the dataset has these columns, texts or lists of texts.
         optional: columns that the dataset has too where its files do.
         seed: of generated data; files do not depend on it.
@@ -62,11 +63,13 @@ def load_split(
     Raises:
         UserError: an unknown split, or a file that is missing, empty, not UTF-8 or malformed.
     """
-    known = recipe.dates or recipe.splits
+    known = recipe.named_splits()
     if split not in known:
         raise unknown_name("data split", split, known)
     if recipe.dates:
         return generate_dates(split, recipe.dates[split], seed)
+    if recipe.recall.sizes:
+        return generate_recall(split, recipe.recall, seed)
     return load_files(known[split], columns, optional, recipe)
 
 

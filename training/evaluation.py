@@ -184,7 +184,7 @@ def examples_to_score(
     columns = objective.columns, objective.optional
     if files:
         return {" ".join(files): load_files(list(files), *columns, recipe.data)}, recipe
-    known = recipe.data.dates or recipe.data.splits
+    known = recipe.data.named_splits()
     names = splits or [name for name in known if name not in ("train", "validation")] or ["validation"]
     return {name: load_split(recipe.data, name, *columns, recipe.seed) for name in names}, recipe
 

@@ -43,6 +43,25 @@ class SourceRecipe:
 
 
 @dataclass
+class RecallRecipe:
+    """Associative recall, generated: `sizes` is split name to number of texts.
+
+    Attributes:
+        length: tokens of a text.
+        queries: keys that are asked for, at its beginning.
+        pairs: keys and values in it; `keys`, `values` and `noise` are how many of each there are.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    length: int = 4096
+    queries: int = 32
+    pairs: int = 64
+    keys: int = 128
+    values: int = 32
+    noise: int = 32
+
+
+@dataclass
 class DataRecipe:
     """Where the examples come from: files (`splits`), or generated dates (`dates`), one of the two.
 
@@ -64,6 +83,7 @@ class DataRecipe:
         interchangeable, keep_beside: groups of words that change places in training, and words beside which they do
             not, see `triptych.training.renaming`.
         dates: split name to number of examples, see `triptych.training.dates`.
+        recall: another generated task, see `triptych.training.recall`.
     """
 
     splits: dict[str, str | list[str] | list[SourceRecipe]] = field(default_factory=dict)
@@ -81,6 +101,11 @@ class DataRecipe:
     interchangeable: list[list[str]] = field(default_factory=list)
     keep_beside: list[str] = field(default_factory=list)
     dates: dict[str, int] = field(default_factory=dict)
+    recall: RecallRecipe = field(default_factory=RecallRecipe)
+
+    def named_splits(self) -> dict[str, Any]:
+        """Return what each split is: so many generated examples, or files."""
+        return self.dates or self.recall.sizes or self.splits
 
 
 @dataclass
@@ -123,7 +148,8 @@ class Recipe:
     Attributes:
         objective: `type`, one of `triptych.training.objectives`, and options of its collator.
         model: fields of the configuration; besides, `topology` where the objective has several, `preset: NAME` to
-            change that one, or `path: FOLDER` to start from the weights of a trained model.
+            change that one, or `path: FOLDER` to start from the weights of a trained model; and the backend,
+            `attn_implementation`.
         output: the run's folder, `runs/NAME` when null; `overwrite` replaces one that is there.
         max_steps: optimiser updates.
         max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
@@ -308,6 +334,7 @@ def _check_ranges(recipe: Recipe) -> None:
     }
     counts |= {f"generation.{key}": getattr(recipe.generation, key) for key in ("num_beams", "max_new_tokens")}
     counts |= {f"data.dates.{key}": value for key, value in recipe.data.dates.items()}
+    counts |= {f"data.recall.sizes.{key}": value for key, value in recipe.data.recall.sizes.items()}
     counts["tokenizer.vocab_size"] = recipe.tokenizer.vocab_size
     counts |= {f"data.{key}": getattr(recipe.data, key) for key in ("max_length", "num_proc", "window")}
     for key, value in counts.items():
@@ -328,9 +355,10 @@ def _check_ranges(recipe: Recipe) -> None:
 
 
 def _check_data(data: DataRecipe) -> None:
-    sections = [name for name in ("splits", "dates") if getattr(data, name)]
-    _require(len(sections) == 1, "data", "given by exactly one of splits and dates", sections)
-    names = list(getattr(data, sections[0]))
+    given = {"splits": data.splits, "dates": data.dates, "recall.sizes": data.recall.sizes}
+    sections = [name for name, splits in given.items() if splits]
+    _require(len(sections) == 1, "data", f"given by exactly one of {', '.join(given)}", sections)
+    names = list(data.named_splits())
     _require({"train", "validation"} <= set(names), f"data.{sections[0]}", "train, validation and any tests", names)
     _require(0 <= data.token_dropout < 1, "data.token_dropout", "at least 0 and below 1", data.token_dropout)
 

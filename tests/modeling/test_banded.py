@@ -151,13 +151,13 @@ def test_half_precision(topology, dtype):
     assert errors[1] < 1.5 * errors[0]
 
 
-@pytest.mark.parametrize("kinds", [set(), {"padding"}, {"documents"}, {"padding", "global"}], ids=str)
+@pytest.mark.parametrize("kinds", ["", "padding", "documents", "padding global"])
 @pytest.mark.parametrize("topology", MODELS)
 @torch.no_grad()
 def test_it_is_traced_whole(topology, kinds):
     """torch.compile finds no reason to leave the graph, and the graph gives the same."""
     model = build(topology, "banded", sliding_window=4, num_global_tokens=2, position_embedding_type="relative")
-    inputs = random_inputs(topology, 40, kinds)
+    inputs = random_inputs(topology, 40, set(kinds.split()))
     real = inputs.get("attention_mask", torch.ones(2, 40)).bool()
     expected = model(**inputs).last_hidden_state
     torch._dynamo.reset()

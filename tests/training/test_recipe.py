@@ -76,7 +76,7 @@ def test_a_recipe_is_found_by_path(tmp_path):
         ("tokenizer.dropout=1.5", "recipe key 'tokenizer.dropout' must be in [0, 1], not 1.5"),
         ("data.splits={train: [{fil: a}], validation: b}", "recipe key 'data.splits.train"),
         ("adam_betas=[0.9]", "recipe key 'adam_betas' must be two numbers in [0, 1)"),
-        ("data.splits={train: a, validation: b}", "exactly one of splits and dates"),
+        ("data.splits={train: a, validation: b}", "exactly one of splits, dates, recall"),
         ("seed.more=1", "'seed.more=1' holds one value, not a section"),
         ("max_steps", "'max_steps' is no change of a recipe: write key=value"),
         ("max_steps=[1", "is not YAML"),
@@ -109,7 +109,7 @@ def test_an_unknown_recipe_suggests_the_nearest():
         ("- a\n- b\n", "must hold keys with values"),
         ("a: [1\n", "is not YAML"),
         ("data: {dates: {train: 5}}\n", "recipe key 'data.dates' must be train, validation and any tests"),
-        ("seed: 1\n", "exactly one of splits and dates"),
+        ("seed: 1\n", "exactly one of splits, dates, recall"),
     ],
 )
 def test_a_bad_recipe_file_is_refused(tmp_path, text, sentence):
