@@ -90,11 +90,11 @@ class Part:
 
     def at_queries(self, table: torch.Tensor) -> torch.Tensor:
         """Values of `table` [B or 1, T] at the queries: [B * n, b]."""
-        return look_up(table, self.queries)
+        return look_up(table, self.queries).flatten(0, 1)
 
     def at_keys(self, table: torch.Tensor) -> torch.Tensor:
         """Values of `table` [B or 1, S] at the keys: [B * n, c]."""
-        return look_up(table, self.keys)
+        return look_up(table, self.keys).flatten(0, 1)
 
 
 @dataclass
@@ -138,8 +138,9 @@ class Band:
 
 
 def look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Values [B * n, m] of `table` [B or 1, X] at `index` [B, n, m]."""
-    return table.expand(len(index), -1).gather(1, index.flatten(1)).unflatten(1, index.shape[1:]).flatten(0, 1)
+    """Values [B or 1, n, m] of `table` [B or 1, X] at `index` [B or 1, n, m]."""
+    rows = max(len(table), len(index))
+    return table.expand(rows, -1).gather(1, index.flatten(1).expand(rows, -1)).unflatten(1, index.shape[1:])
 
 
 def banded_mask(
@@ -201,8 +202,7 @@ def banded_mask(
 
     order, query_order = find_order(real, q_length, kv_length, reach, device)
     if order is not None:
-        queries = query_order.gather(1, queries.flatten(1).expand(len(order), -1)).unflatten(1, queries.shape[1:])
-        keys = order.gather(1, keys.flatten(1).expand(len(order), -1)).unflatten(1, keys.shape[1:])
+        queries, keys = look_up(query_order, queries), look_up(order, keys)
     visible = sees(queries, keys) & exists[:, :, None]
     tables, others, global_rows = [(keys, visible)], [], None
     if reach.global_tokens is not None:
@@ -218,7 +218,7 @@ def banded_mask(
     if reach.random is not None:
         index, is_new = random_keys(reach, block, order, real, kv_length, device)
         if reach.global_tokens is not None:
-            is_new = is_new & ~is_global[rows[:, 0], index]
+            is_new = is_new & ~look_up(is_global, index)
         others.append((index, is_new))
     tables += [(index, sees(queries, index) & is_new[:, :, None]) for index, is_new in others]
 
@@ -274,9 +274,7 @@ def random_keys(
     in_band = (ranks >= begins - reach.before) & (ranks < begins + block + reach.after)
     is_new = is_first[..., None] & ~in_band & (ranks < (length if real is None else text_length[..., None, None]))
     keys, is_new = ranks.clamp(max=length - 1).flatten(2), is_new.flatten(2)
-    if order is not None:
-        keys = order.gather(1, keys.flatten(1).expand(len(order), -1)).unflatten(1, keys.shape[1:])
-    return keys, is_new
+    return keys if order is None else look_up(order, keys), is_new
 
 
 def has_inner_pads(real: torch.Tensor) -> bool:

@@ -303,20 +303,17 @@ class TriptychStackConfig(TriptychConfig):
         """Letters of the attention's projections that have a bias."""
         return {True: "qkvo", False: ""}.get(self.attention_bias, self.attention_bias)
 
-    def dilation(self, layer_idx: int) -> int:
-        """Of a layer's window."""
-        dilation = self.attention_dilation
-        dilation = dilation if isinstance(dilation, int) else dilation[layer_idx]
-        return dilation if self.layer_types[layer_idx] == "sliding_attention" else 1
-
-    def layer_kinds(self) -> list[tuple[str, int]]:
-        """Type and dilation of each layer; layers of one kind see alike."""
-        return [(layer_type, self.dilation(layer_idx)) for layer_idx, layer_type in enumerate(self.layer_types)]
+    def layer_kind(self, layer_idx: int) -> tuple[str, int]:
+        """Type of a layer and dilation of its window; layers of one kind see alike."""
+        layer_type, dilation = self.layer_types[layer_idx], self.attention_dilation
+        if layer_type != "sliding_attention":
+            return layer_type, 1
+        return layer_type, dilation if isinstance(dilation, int) else dilation[layer_idx]
 
     def cache_layer_types(self) -> list[str]:
         """What each layer is for transformers' caches. One that reaches beyond a window must keep all keys."""
         names = []
-        for kind in self.layer_kinds():
+        for kind in map(self.layer_kind, range(len(self.layer_types))):
             name = STATE_LAYER_TYPE if kind[0] == "linear_attention" else kind[0]
             is_global = self.num_global_tokens and name in ("sliding_attention", "chunked_attention")
             names.append("full_attention" if is_global or self.is_sparse(kind) else name)

@@ -131,9 +131,6 @@ class Text:
     padding: torch.Tensor | None = None  # [B, T] True on real tokens
     documents: torch.Tensor | None = None  # [B, T]
 
-    def flipped(self) -> "Text":
-        return Text(*(None if table is None else table.flip(1) for table in (self.padding, self.documents)))
-
 
 class TriptychFeatureMap(nn.Module):
     """phi, from a head's query or key [B, H, T, d] to features [B, H, T, f] of which sums are taken."""
@@ -284,7 +281,7 @@ class TriptychLinearAttention(TriptychAttention):
         output, new_state = linear_attention(*inputs, state, text.documents)
         if not is_causal:
             flipped = [None if states is None else states.flip(2) for states in inputs]
-            documents = text.flipped().documents
+            documents = None if text.documents is None else text.documents.flip(1)
             backward, _ = linear_attention(*flipped, None, documents, includes_itself=False)
             output = output + backward.flip(2)
         if layer is not None:

@@ -446,16 +446,16 @@ def self_attention_mask(
     config: TriptychStackConfig,
     hidden_states: torch.Tensor,
     layout: Layout,
-    kind: tuple[str, int],
+    layer_idx: int,
     is_causal: bool,
     cache: Cache | None,
 ):
-    """The backend's mask for one kind of layer, over key slots `offset` to `offset + length` as the cache returns them.
+    """The backend's mask for a layer and its kind, over key slots `offset` to `offset + length` as the cache has them.
 
     Returns:
         The mask, and (length, offset) of the keys.
     """
-    layer_type, layer_idx = kind[0], config.layer_kinds().index(kind)
+    kind = layer_type, _ = config.layer_kind(layer_idx)
     query_length = hidden_states.shape[1]
     if layer_type == "linear_attention":
         return read_text(layout, cache), (query_length, 0)
@@ -515,13 +515,13 @@ def read_text(layout: Layout, cache: Cache | None) -> Text:
         ValueError: the layout has a rule on pairs of tokens, which a state cannot tell apart.
     """
     rules = {
+        "continuous batching": cache if isinstance(cache, PagedAttentionCache) else None,
         "a 4D `attention_mask`": layout.custom,
         "`prefix_length`": layout.prefix,
         "`perm_mask` or `target_mapping`": layout.permutation,
     }
     for name, rule in rules.items():
-        if rule is not None or isinstance(cache, PagedAttentionCache):
-            name = "continuous batching" if isinstance(cache, PagedAttentionCache) else name
+        if rule is not None:
             raise ValueError(
                 f"`layer_types` has 'linear_attention', which cannot do {name}: it knows no pairs of tokens."
             )

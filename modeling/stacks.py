@@ -189,14 +189,16 @@ class TriptychStack(TriptychPreTrainedModel):
             return mask.bias(lambda part: between(part.at_queries(queries), part.at_keys(keys)))
         return between(queries, keys).expand(hidden_states.shape[0], -1, -1, -1)
 
-    def layer_inputs(self, hidden_states: torch.Tensor, layout: Layout, cache: Cache | None, is_causal: bool) -> dict:
-        """Per kind of layer, what its layers need beside the stream: mask, bias, rotary angles, and the causal flag."""
+    def layer_inputs(self, hidden_states: torch.Tensor, layout: Layout, cache: Cache | None, is_causal: bool) -> list:
+        """What each layer needs beside the stream: mask, bias, rotary angles, causal flag; made once for each kind."""
         position = self.config.position_embedding_type
         if isinstance(cache, PagedAttentionCache) and position in ("relative", "alibi"):
             raise ValueError(f"Continuous batching cannot add the biases of `position_embedding_type` = {position!r}.")
-        inputs = {}
-        for kind in dict.fromkeys(self.config.layer_kinds()):
-            mask, keys = self_attention_mask(self.config, hidden_states, layout, kind, is_causal, cache)
+        kinds, inputs = [self.config.layer_kind(layer_idx) for layer_idx in range(len(self.config.layer_types))], {}
+        for layer_idx, kind in enumerate(kinds):
+            if kind in inputs:
+                continue
+            mask, keys = self_attention_mask(self.config, hidden_states, layout, layer_idx, is_causal, cache)
             bias = self.position_bias(hidden_states, layout, mask, keys, is_causal)
             hides_future = is_causal
             if layout.custom is not None and not isinstance(cache, PagedAttentionCache):
@@ -208,7 +210,7 @@ class TriptychStack(TriptychPreTrainedModel):
             if position == "rotary":
                 angles = self.rotary_emb[kind[0]](hidden_states, layout.position_ids)
             inputs[kind] = bias, dict(attention_mask=mask, position_embeddings=angles, is_causal=hides_future)
-        return inputs
+        return [inputs[kind] for kind in kinds]
 
     def read(
         self,
@@ -249,9 +251,8 @@ class TriptychStack(TriptychPreTrainedModel):
                 layout.documents,
                 encoder_seq_idx,
             )
-        for layer_idx, kind in enumerate(self.config.layer_kinds()):
+        for layer_idx, (bias, rest) in enumerate(inputs):
             layer = self.layers[0 if self.config.share_layers else layer_idx]
-            bias, rest = inputs[kind]
             hidden_states = layer(
                 hidden_states,
                 encoder_hidden_states,

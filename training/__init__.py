@@ -4,7 +4,7 @@
 |---|---|
 | `recipe` | what a training is: one YAML file, with key=value changes |
 | `objectives` | what a model learns: head, columns, collator |
-| `data`, `dates` | where examples come from: files, or generated dates |
+| `data`, `dates`, `recall` | where examples come from: files, or generated dates and texts to recall from |
 | `tokenization`, `encoding`, `subwords` | from text to token ids, and tokenizers trained on the data |
 | `renaming`, `token_dropout` | other words, or none, in their places in each epoch |
 | `masking`, `corruption`, `permutation`, `language_modeling`, `labelling` | collators: from rows to model inputs |
@@ -16,5 +16,5 @@
 | `reporting`, `plots` | progress, metrics and pictures |
 | `run` | from a recipe to a folder that `from_pretrained` loads |
 | `evaluation`, `metrics` | what a model writes or predicts, and how well |
-| `demo`, `converting`, `bench`, `cli` | the commands |
+| `demo`, `converting`, `bench`, `attention_bench`, `cli` | the commands |
 """

@@ -151,9 +151,7 @@ def softmax_work(contestant: str, shape: Shape) -> Work:
         batch_size, _, length, _ = query.shape
         slots = torch.arange(length, device=query.device)
         hidden_states = query.new_empty(batch_size, length, 0)
-        mask, _ = self_attention_mask(
-            config, hidden_states, Layout(slots, slots[None]), (layer_type, 1), shape.is_causal, cache=None
-        )
+        mask, _ = self_attention_mask(config, hidden_states, Layout(slots, slots[None]), 0, shape.is_causal, cache=None)
         scaling = shape.head_dim**-0.5
         return attention(module, query, key, value, mask, scaling=scaling, is_causal=shape.is_causal)[0]
 
