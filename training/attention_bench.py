@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, H heads, d head width.
 import json
 import math
 import multiprocessing
+import os
 import resource
 import statistics
 import sys
@@ -75,6 +76,8 @@ def run_attention_benchmark(
         max_seconds: a round that may take longer is left out, with all longer texts, and so is what may take half of
             the memory, if both grow with the square of the length.
     """
+    # The server imports by a path of its own, where Python 3.11 puts the current folder, and what it has of our name.
+    os.environ["PYTHONSAFEPATH"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # so that no process need import torch anew
     for contestant in contestants:
