@@ -25,11 +25,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
+from transformers import AutoModel, LongformerConfig, LongformerModel, ModernBertConfig, ModernBertModel
 
 from triptych import TriptychConfig
 from triptych.attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from triptych.linear_attention import linear_attention
 from triptych.masks import Layout, self_attention_mask
+from triptych.training.memory import keep_freed_memory
 from triptych.training.plots import plot_costs
 
 # What there is to measure: a backend of softmax attention with its layer type, or a form of linear attention.
@@ -41,6 +43,8 @@ SOFTMAX = {
 }
 LINEAR = ("linear, sum", "linear, delta")
 CONTESTANTS = (*SOFTMAX, *LINEAR)
+# Whole layers with windows, which see both ways.
+LAYERS = ("layer: banded", "layer: Longformer", "layer: ModernBERT, sdpa")
 
 
 @dataclass
@@ -74,22 +78,38 @@ def run_attention_benchmark(
     Args:
         lengths: T.
         max_seconds: a round that may take longer is left out, with all longer texts, and so is what may take half of
-            the memory, if both grow with the square of the length.
+            the memory; both are expected to grow as they last did, at first with the square of the length.
     """
     # The server imports by a path of its own, where Python 3.11 puts the current folder, and what it has of our name.
     os.environ["PYTHONSAFEPATH"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # so that no process need import torch anew
     for contestant in contestants:
-        last = None
+        done: list[Cost] = []
         for length in sorted(lengths):
-            if last is not None:
-                growth = (length / last.length) ** 2
-                if last.seconds * growth > max_seconds or last.peak_bytes * growth > memory_size() / 2:
-                    break
+            if done and not is_affordable(done[-2:], length, max_seconds):
+                break
             with ProcessPoolExecutor(1, mp_context=context) as pool:
-                last = pool.submit(measure, contestant, length, shape).result()
-            yield last
+                done.append(pool.submit(measure, contestant, length, shape).result())
+            yield done[-1]
+
+
+def is_affordable(last: list[Cost], length: int, max_seconds: float) -> bool:
+    """Whether a round at `length` may be expected to take at most `max_seconds` and half of the memory.
+
+    Args:
+        last: one or two costs of the same contestant, of rising lengths.
+    """
+
+    def expected(values: list[float]) -> float:
+        power = 2.0
+        if len(last) > 1:
+            growth, ratio = (math.log(after / before) for before, after in (values, [cost.length for cost in last]))
+            power = min(max(growth / ratio, 1.0), 2.0)
+        return values[-1] * (length / last[-1].length) ** power
+
+    seconds = expected([cost.seconds for cost in last])
+    return seconds <= max_seconds and expected([max(cost.peak_bytes, 1) for cost in last]) <= memory_size() / 2
 
 
 def memory_size() -> int:
@@ -100,13 +120,18 @@ def memory_size() -> int:
 
 
 def measure(contestant: str, length: int, shape: Shape) -> Cost:
-    """Time one contestant at one length, in a process that has done nothing before."""
+    """Time one contestant at one length, in a process that has done nothing before.
+
+    As in training, freed memory is kept: the kernel's clearing of new pages would cost more than some contestants do.
+    """
+    keep_freed_memory()
     if shape.threads:
         torch.set_num_threads(shape.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = shape.batch_size, length, shape.heads, shape.head_dim
     states = [torch.randn(size, device=device).transpose(1, 2).requires_grad_() for _ in range(3)]
-    work = linear_work(contestant, shape) if contestant in LINEAR else softmax_work(contestant, shape)
+    kinds = {**dict.fromkeys(LINEAR, linear_work), **dict.fromkeys(LAYERS, layer_work)}
+    work = kinds.get(contestant, softmax_work)(contestant, shape)
     before, times = used_memory(device), []
     for _ in range(1 + shape.rounds):  # the first one warms up
         started = time.perf_counter()
@@ -180,6 +205,47 @@ def linear_work(contestant: str, shape: Shape) -> Work:
     return work
 
 
+def layer_work(contestant: str, shape: Shape) -> Work:
+    """One layer as a model that reads embeddings: the queries. Feed-forwards have 8 D^2 weights, gated or not."""
+    width = shape.heads * shape.head_dim
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": shape.heads, "vocab_size": 8, "pad_token_id": 0}
+    if contestant == "layer: Longformer":
+        config = LongformerConfig(
+            **sizes,
+            attention_window=[shape.window],
+            max_position_embeddings=2**17 + 2,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        model = LongformerModel(config, add_pooling_layer=False)
+    elif contestant == "layer: ModernBERT, sdpa":
+        tokens = {name: None for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")}
+        config = ModernBertConfig(
+            **sizes | tokens | {"intermediate_size": 8 * width // 3},
+            layer_types=["sliding_attention"],
+            local_attention=shape.window,
+            attn_implementation="sdpa",
+            max_position_embeddings=2**17,
+        )
+        model = ModernBertModel(config)
+    else:
+        config = TriptychConfig(
+            **sizes, topology="encoder", sliding_window=shape.window, hidden_act="gelu", hidden_dropout=0.0
+        )
+        model = AutoModel.from_config(config, attn_implementation="banded")
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model.get_input_embeddings().requires_grad_(False)
+    if contestant == "layer: Longformer":  # its table of positions, whose gradient is no part of the layer
+        model.embeddings.requires_grad_(False)
+
+    def work(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        embeddings = query.transpose(1, 2).flatten(2)
+        return model(inputs_embeds=embeddings).last_hidden_state
+
+    return work
+
+
 def fit_exponents(costs: list[Cost]) -> dict[str, tuple[float, float]]:
     """The powers of the length with which time and memory of each contestant grow, over the longer of its lengths."""
     exponents = {}
@@ -210,8 +276,9 @@ def show_attention_benchmark(costs: Iterable[Cost], shape: Shape, picture: Path,
     if json_lines:
         return
     way = "causal" if shape.is_causal else "both ways"
+    what = "layer" if exponents.keys() & set(LAYERS) else "attention"
     title = (
-        f"Forward and backward of one attention, {way}: batch {shape.batch_size}, {shape.heads} heads of "
+        f"Forward and backward of one {what}, {way}: batch {shape.batch_size}, {shape.heads} heads of "
         f"{shape.head_dim}, window {shape.window}, {shape.threads or torch.get_num_threads()} threads"
     )
     table = Table("tokens", *exponents, title=title)

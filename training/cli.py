@@ -1,6 +1,5 @@
 """The command `triptych`: train, generate, evaluate, convert, demo, bench."""
 
-import ctypes
 import math
 import sys
 from dataclasses import fields, is_dataclass
@@ -14,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from triptych.configs import RECIPES, recipe_names
 from triptych.training.errors import UserError
+from triptych.training.memory import keep_freed_memory
 from triptych.training.recipe import Recipe, load_recipe
 
 app = typer.Typer(
@@ -117,6 +117,9 @@ def evaluate_command(
     split: Annotated[
         list[str] | None, typer.Option(help="A split of the recipe that the model was trained with; repeatable.")
     ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Longest example in tokens, in place of the recipe's.")
+    ] = None,
     num_beams: BeamsOption = None,
     batch_size: BatchOption = 64,
 ) -> None:
@@ -139,7 +142,7 @@ def evaluate_command(
     from triptych.training.evaluation import evaluate_examples, examples_to_score, load_model
     from triptych.training.objectives import read_task
 
-    splits, recipe = examples_to_score(Path(model), data, split)
+    splits, recipe = examples_to_score(Path(model), data, split, max_length)
     loaded, tokenizer = load_model(model, read_task(recipe).head)
     for name, examples in splits.items():
         scores = evaluate_examples(loaded, tokenizer, examples, recipe, batch_size, **_given(num_beams=num_beams))
@@ -217,6 +220,9 @@ def bench_attention_command(
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
     causal: Annotated[bool, typer.Option("--causal/--both-ways", help="Whether tokens see those after them.")] = True,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Whole layers instead, with windows and both ways, beside transformers'.")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the medians are shown.")] = 3,
     max_seconds: Annotated[float, typer.Option(min=0, help="Leave out what may take longer for one round.")] = 30.0,
     picture: Annotated[Path, typer.Option(help="Where to draw the curves.")] = Path("attention.png"),
@@ -230,33 +236,46 @@ def bench_attention_command(
 
     triptych bench attention --max-length 8192 --window 512 --both-ways --picture both_ways.png
     """
-    from triptych.training.attention_bench import Shape, run_attention_benchmark, show_attention_benchmark
+    from triptych.training.attention_bench import (
+        CONTESTANTS,
+        LAYERS,
+        Shape,
+        run_attention_benchmark,
+        show_attention_benchmark,
+    )
 
-    lengths = [length for length in (max_length >> power for power in range(6)) if length >= 16]
-    shape = Shape(causal, window, batch_size, heads, head_dim, rounds)
-    costs = run_attention_benchmark(lengths, shape, max_seconds=max_seconds)
+    lengths = [length for length in (max_length >> power for power in range(7)) if length >= 16]
+    shape = Shape(causal and not layers, window, batch_size, heads, head_dim, rounds)
+    contestants = LAYERS if layers else CONTESTANTS
+    costs = run_attention_benchmark(lengths, shape, contestants, max_seconds)
     show_attention_benchmark(costs, shape, picture, json_lines)
+
+
+@bench_app.command(name="decoding")
+def bench_decoding_command(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders of decoders.")],
+    max_context: Annotated[int, typer.Option(min=64, help="Longest context, in tokens; each is half of the next.")] = (
+        16384
+    ),
+    json_lines: Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")] = False,
+) -> None:
+    """Time and memory of one token more behind growing contexts, for trained models side by side, on this machine.
+
+    [bold]Examples[/bold]
+
+    triptych bench decoding runs/tinyshakespeare runs/tinyshakespeare_linear
+
+    triptych bench decoding runs/mine --max-context 65536 --json
+    """
+    from triptych.training.decoding_bench import load_decoder, run_decoding_benchmark, show_decoding_benchmark
+
+    loaded = {name: load_decoder(name) for name in models}
+    contexts = [length for length in (max_context >> power for power in range(7)) if length >= 64]
+    show_decoding_benchmark(run_decoding_benchmark(loaded, contexts), json_lines)
 
 
 def _given(**options: int | None) -> dict[str, int]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to keep big freed blocks instead of handing them back to the kernel.
-
-    A training step allocates and frees the same big tensors again and again. By default glibc maps each one anew, and
-    the kernel clears every page of it, which costs more than the arithmetic of a small model: the multi30k recipe's
-    tokens per second grow several times with this. It has no effect where the C library has no `mallopt`.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return
-    trim_threshold, top_pad, mmap_max = -1, -2, -4  # parameter numbers in malloc.h
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, -1)
-    mallopt(top_pad, 256 * 2**20)
 
 
 def main() -> None:

@@ -164,7 +164,10 @@ def _texts(ids: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> list[
 
 
 def examples_to_score(
-    folder: Path, files: Sequence[str] | None = None, splits: Sequence[str] | None = None
+    folder: Path,
+    files: Sequence[str] | None = None,
+    splits: Sequence[str] | None = None,
+    max_length: int | None = None,
 ) -> tuple[dict[str, Dataset], Recipe]:
     """Return the examples to score a model on, by name, and the recipe that says how.
 
@@ -172,6 +175,7 @@ def examples_to_score(
         folder: a run's folder, whose recipe names the splits.
         files: one file or several side by side, in place of the recipe's splits.
         splits: names of the recipe's splits; by default all test splits, or validation where there is none.
+        max_length: longest example in tokens, in place of the recipe's.
 
     Raises:
         UserError: unusable files, an unknown split, or neither files nor a recipe in `folder`.
@@ -180,6 +184,8 @@ def examples_to_score(
     if not saved.is_file() and not files:
         raise UserError(f"'{folder}' holds no {RECIPE_FILE} that names test data: give --data FILE")
     recipe = load_recipe(str(saved)) if saved.is_file() else Recipe()
+    if max_length is not None:
+        recipe.data.max_length, recipe.max_tokens = max_length, max(max_length, recipe.max_tokens)
     objective = read_task(recipe).objective
     columns = objective.columns, objective.optional
     if files:

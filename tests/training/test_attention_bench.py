@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 
-from triptych.training.attention_bench import CONTESTANTS, Cost, fit_exponents
+import pytest
+
+from triptych.training.attention_bench import CONTESTANTS, LAYERS, Cost, Shape, fit_exponents, is_affordable, measure
 
 
 def test_the_command_measures_every_kind_and_draws_it(tmp_path):
@@ -30,3 +32,20 @@ def test_exponents_are_the_slopes_of_logarithms():
     assert exponents.keys() == {"square", "line"}
     for name, expected in (("square", (2, 1)), ("line", (1, 1))):
         assert all(abs(actual - wanted) < 1e-9 for actual, wanted in zip(exponents[name], expected, strict=True))
+
+
+def test_what_is_expected_to_take_too_long_or_too_much_is_left_out(monkeypatch):
+    """From one length a square is expected, from two what they show."""
+    monkeypatch.setattr("triptych.training.attention_bench.memory_size", lambda: 2_000)
+    once, twice, slow = Cost("", 64, 1.0, 100), Cost("", 128, 2.0, 200), Cost("", 128, 4.0, 200)
+    assert is_affordable([once], 128, 4.1) and not is_affordable([once], 128, 3.9)
+    assert is_affordable([once, twice], 256, 4.1) and not is_affordable([once, twice], 256, 3.9)
+    assert is_affordable([once, slow], 256, 16.1) and not is_affordable([once, slow], 256, 15.9)
+    large = [Cost("", 64, 1.0, 300), Cost("", 128, 1.0, 600)]
+    assert not is_affordable(large, 256, 100.0) and is_affordable(large, 192, 100.0)
+
+
+@pytest.mark.parametrize("contestant", LAYERS)
+def test_whole_layers_are_measured_with_their_gradients(contestant):
+    cost = measure(contestant, 64, Shape(is_causal=False, window=8, heads=2, head_dim=8, rounds=1))
+    assert cost.seconds > 0 and cost.length == 64

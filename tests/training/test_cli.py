@@ -1,5 +1,6 @@
 """The command line: help that helps, and bad input as exit code 2 with one sentence and nothing written."""
 
+import json
 import subprocess
 import sys
 
@@ -45,6 +46,25 @@ def test_train_evaluate_generate(command, pairs_recipe, tmp_path):
     code, out, err = command("evaluate", "runs/mine", "--data", "a.txt", "--data", "a.txt")
     assert code == 0, err
     assert '"split": "a.txt a.txt", "examples": 1' in out
+
+
+def test_perplexity_can_be_of_longer_rows(command, tmp_path):
+    """Rows of another length than in training are other predictions, but of the same text."""
+    (tmp_path / "text.txt").write_text("".join(f"line {number * number}\n" for number in range(60)))
+    (tmp_path / "mine.yaml").write_text(
+        "objective: {type: causal_lm}\n"
+        "data: {splits: {train: text.txt, validation: text.txt}, format: document, max_length: 9}\n"
+        "tokenizer: {type: char}\n"
+        "model: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}\n"
+        "max_steps: 2\nmax_tokens: 90\n"
+    )
+    assert command("train", "mine.yaml")[0] == 0
+    scores = []
+    for options in ((), ("--max-length", 9), ("--max-length", 300)):
+        code, out, err = command("evaluate", "runs/mine", *options)
+        assert code == 0, err
+        scores.append(json.loads(out))
+    assert scores[0] == scores[1] and scores[0]["perplexity"] != scores[2]["perplexity"]
 
 
 BAD_DATA = [

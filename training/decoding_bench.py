@@ -1,0 +1,105 @@
+"""What the next token costs behind a long text: time and cache of trained models against the length of the context.
+
+A cache of all keys grows with the text, one of a window or of a state does not.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from triptych.training.errors import as_user_error
+
+CHUNK = 1024  # tokens of a context that are read in one forward
+STEPS = 16  # tokens that are written behind each context
+
+
+@dataclass
+class Decoding:
+    """Of one model behind one context: seconds to read it, median seconds for a token more, bytes of the cache."""
+
+    model: str
+    context: int
+    reading_seconds: float
+    token_seconds: float
+    cache_bytes: int
+
+
+def run_decoding_benchmark(
+    models: dict[str, PreTrainedModel], contexts: Iterable[int], seed: int = 0
+) -> Iterator[Decoding]:
+    """Let every model read random tokens and write behind each of the `contexts`, in one text that goes on growing."""
+    contexts = sorted(contexts)
+    for name, model in models.items():
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(model.config.vocab_size, (1, contexts[-1]), generator=generator).to(model.device)
+        cache, done, reading = None, 0, 0.0
+        for context in contexts:
+            while done < context - STEPS:
+                chunk = tokens[:, done : min(done + CHUNK, context - STEPS)]
+                cache, seconds = step(model, chunk, cache)
+                reading += seconds
+                done += chunk.shape[1]
+            times = []
+            for done in range(context - STEPS, context):
+                cache, seconds = step(model, tokens[:, done : done + 1], cache)
+                times.append(seconds)
+            done = context
+            yield Decoding(name, context, reading, statistics.median(times), cache_size(cache))
+
+
+def load_decoder(name: str) -> PreTrainedModel:
+    """Load a language model from a folder or the Hub, onto the device of this process.
+
+    Raises:
+        UserError: there is no such model, or it is no decoder.
+    """
+    with as_user_error(f"'{name}' cannot be loaded as a decoder"):
+        model = AutoModelForCausalLM.from_pretrained(name)
+    return model.to(PartialState().device).eval()
+
+
+@torch.no_grad()
+def step(model: PreTrainedModel, tokens: torch.Tensor, cache: Any) -> tuple[Any, float]:
+    """The cache after `tokens` [1, T] more, and the seconds that they took."""
+    started = time.perf_counter()
+    cache = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    if tokens.device.type == "cuda":
+        torch.cuda.synchronize()
+    return cache, time.perf_counter() - started
+
+
+def cache_size(cache: Any) -> int:
+    """Bytes of keys and values, or of what stands in their place."""
+    return sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
+
+
+def show_decoding_benchmark(costs: Iterable[Decoding], json_lines: bool) -> None:
+    """Print a table with a row for each context and model; or a JSON line each, as they come."""
+    table = Table(
+        *("context", "model", "reading it", "a token more", "cache"), title=f"{torch.get_num_threads()} threads"
+    )
+    console = Console()
+    with console.status("reading") as status:
+        for cost in costs:
+            if json_lines:
+                print(json.dumps(asdict(cost)), flush=True)
+                continue
+            status.update(f"{cost.model}: {cost.context:,} tokens")
+            table.add_row(
+                f"{cost.context:,}",
+                cost.model,
+                f"{cost.reading_seconds:.2f} s",
+                f"{1000 * cost.token_seconds:.2f} ms",
+                f"{cost.cache_bytes / 2**20:,.2f} MiB",
+            )
+    if not json_lines:
+        console.print(table)
