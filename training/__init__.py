@@ -12,9 +12,11 @@
 | `batching` | length-bucketed batches within a token budget |
 | `building` | from a recipe to data, tokenizer, model and loaders |
 | `optimization`, `loop` | the optimisation, on `accelerate.Accelerator` |
+| `consistency`, `attention_transfer`, `low_rank` | other losses and fewer parameters: R-Drop, softmax to linear, LoRA |
 | `checkpoints` | what a run continues from |
+| `memory` | what the C library does with freed memory |
 | `reporting`, `plots` | progress, metrics and pictures |
 | `run` | from a recipe to a folder that `from_pretrained` loads |
 | `evaluation`, `metrics` | what a model writes or predicts, and how well |
-| `demo`, `converting`, `bench`, `attention_bench`, `cli` | the commands |
+| `demo`, `converting`, `bench`, `attention_bench`, `decoding_bench`, `cli` | the commands |
 """

@@ -15,10 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from triptych import TriptychConfig, TriptychDecoderConfig, TriptychEncoderConfig, TriptychEncoderDecoderConfig
 from triptych.configs import recipe_names
+from triptych.training.attention_transfer import AttentionTransfer
 from triptych.training.batching import Examples, build_loader
 from triptych.training.data import NOT_TEXT, digest_of, load_split
 from triptych.training.errors import UserError, as_user_error, unknown_name
 from triptych.training.evaluation import score_rows
+from triptych.training.low_rank import add_low_rank
 from triptych.training.masking import NextSentencePairs
 from triptych.training.objectives import (
     Task,
@@ -68,7 +70,7 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     set_seed(recipe.seed)
     task = read_task(recipe)
     if start := recipe.model.get("path"):
-        _check_start(start)
+        _check_start("model.path", start)
         recipe.tokenizer.path = recipe.tokenizer.path or start
     first = _read(recipe, task, "train")
     tokenizer = build_tokenizer(recipe.tokenizer, _texts(first, task), task.topology, task.extra_tokens)
@@ -79,10 +81,18 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     rows = [rows_of(examples) for examples in (first, _read(recipe, task, "validation"))]
     if task.name == "regression":
         _start_at_mean(model, rows[0])
+    if recipe.attention_transfer:
+        _check_start("attention_transfer", recipe.attention_transfer)
+        with as_user_error("recipe key 'attention_transfer'"):
+            AttentionTransfer(model, task.head.from_pretrained(recipe.attention_transfer))
+    if recipe.low_rank.rank:
+        add_low_rank(model, recipe.low_rank)
     train = _training_examples(recipe, task, tokenizer, first, rows[0], rows_of, labels)
     validation = build_examples(task, rows[1], tokenizer, recipe)
     collator = task.collator(tokenizer)
     training_collator = collator
+    if recipe.r_drop and task.name in ONE_ANSWER:
+        raise UserError(f"recipe key 'r_drop' must be 0, as {task.name} does not choose among labels alone")
     if recipe.data.token_dropout:
         if task.name == "multiple_choice":
             raise UserError("recipe key 'data.token_dropout' must be 0, as multiple_choice has several texts a row")
@@ -104,6 +114,10 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
         score=lambda model: score_rows(model, task, validation, collator, recipe),
         examples=len(train),
     )
+
+
+# Objectives whose output is not, or not only, a distribution at each label.
+ONE_ANSWER = ("regression", "question_answering", "next_sentence")
 
 
 def _start_at_mean(model: PreTrainedModel, rows: Dataset) -> None:
@@ -152,11 +166,11 @@ def _training_examples(
     return build_examples(task, rows, tokenizer, recipe)
 
 
-def _check_start(path: str) -> None:
+def _check_start(key: str, path: str) -> None:
     """Name the recipe that trains the model to start from, where it has not been trained yet."""
     name = Path(path).name
     if not Path(path).exists() and name in recipe_names():
-        raise UserError(f"recipe key 'model.path': there is no '{path}' yet, make it with: triptych train {name}")
+        raise UserError(f"recipe key '{key}': there is no '{path}' yet, make it with: triptych train {name}")
 
 
 def _texts(examples: Dataset, task: Task) -> Iterator[str]:

@@ -142,6 +142,16 @@ class BleuRecipe:
 
 
 @dataclass
+class LowRankRecipe:
+    """Fine-tuning of `rank` directions beside each layer named in `modules`, times `alpha / rank`, and of nothing else;
+    a rank of 0 trains the whole model. They are added to the layers' weights at the end."""
+
+    rank: int = 0
+    alpha: float = 16.0
+    modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+@dataclass
 class Recipe:
     """One training, from data to a folder that `from_pretrained` loads.
 
@@ -150,6 +160,9 @@ class Recipe:
         model: fields of the configuration; besides, `topology` where the objective has several, `preset: NAME` to
             change that one, or `path: FOLDER` to start from the weights of a trained model; and the backend,
             `attn_implementation`.
+        attention_transfer: a trained model's folder; layers that are linear attention instead of its softmax learn to
+            give its outputs, see `triptych.training.attention_transfer`.
+        low_rank: trains few directions of each weight.
         output: the run's folder, `runs/NAME` when null; `overwrite` replaces one that is there.
         max_steps: optimiser updates.
         max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
@@ -160,6 +173,8 @@ class Recipe:
         schedule: of the learning rate, after `warmup_steps` of linear warm-up; `learning_rate` is its peak.
             `trapezoidal` stays there until its last `cooldown_steps`, in which it falls to zero.
         max_grad_norm: gradients are clipped to this norm; null leaves them.
+        r_drop: weight with which two passes of a batch, each with its own dropout, are made to agree; see
+            `triptych.training.consistency`.
         mixed_precision: null takes what the launcher says, or float32.
         log_every: updates between lines of the metrics file; `validate_every`: between validations.
         save_every: updates between checkpoints, null: after each validation; `keep_checkpoints` of them are kept.
@@ -176,6 +191,8 @@ class Recipe:
     model: dict[str, Any] = field(default_factory=dict)
     generation: GenerationRecipe = field(default_factory=GenerationRecipe)
     bleu: BleuRecipe = field(default_factory=BleuRecipe)
+    attention_transfer: str | None = None
+    low_rank: LowRankRecipe = field(default_factory=LowRankRecipe)
     output: str | None = None
     overwrite: bool = False
     seed: int = 1
@@ -193,6 +210,7 @@ class Recipe:
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
     label_smoothing: float = 0.0
+    r_drop: float = 0.0
     mixed_precision: Literal["bf16", "fp16"] | None = None
     log_every: int = 10
     validate_every: int = 100
@@ -339,7 +357,7 @@ def _check_ranges(recipe: Recipe) -> None:
     counts |= {f"data.{key}": getattr(recipe.data, key) for key in ("max_length", "num_proc", "window")}
     for key, value in counts.items():
         _require(value is None or value > 0, key, "at least 1", value)
-    for key in ("warmup_steps", "cooldown_steps", "average_checkpoints", "weight_decay", "length_noise"):
+    for key in ("warmup_steps", "cooldown_steps", "average_checkpoints", "weight_decay", "length_noise", "r_drop"):
         _require(getattr(recipe, key) >= 0, key, "at least 0", getattr(recipe, key))
     dropout = recipe.tokenizer.dropout
     _require(0 <= dropout <= 1, "tokenizer.dropout", "in [0, 1]", dropout)
@@ -347,6 +365,7 @@ def _check_ranges(recipe: Recipe) -> None:
         room = recipe.max_steps - recipe.warmup_steps
         allowed = f"at most max_steps - warmup_steps, {room}"
         _require(recipe.cooldown_steps <= room, "cooldown_steps", allowed, recipe.cooldown_steps)
+    _require(recipe.low_rank.rank >= 0, "low_rank.rank", "at least 0", recipe.low_rank.rank)
     _require(recipe.learning_rate > 0, "learning_rate", "above 0", recipe.learning_rate)
     _require(0 <= recipe.label_smoothing < 1, "label_smoothing", "in [0, 1)", recipe.label_smoothing)
     betas = recipe.adam_betas

@@ -39,6 +39,7 @@ from triptych.training.building import Parts, build_parts
 from triptych.training.checkpoints import MODEL, WEIGHTS, Checkpoints
 from triptych.training.errors import UserError, as_user_error
 from triptych.training.loop import TrainingLoop
+from triptych.training.low_rank import add_low_rank, merge_low_rank
 from triptych.training.plots import plot_losses
 from triptych.training.recipe import RECIPE_FILE, Recipe, save_recipe
 from triptych.training.reporting import FINISHED, METRICS_FILE, RECORD_FILE, RUNNING, RunLog, show_values, write_whole
@@ -354,13 +355,20 @@ def write_model(recipe: Recipe, loop: TrainingLoop, model_class: type, output: P
         checkpoints.export(steps, staging)
     accelerator.wait_for_everyone()
     values = state.best
-    if recipe.average_checkpoints or not values:
-        model = model_class(accelerator.unwrap_model(loop.model).config)  # whole, whatever the engine does to the other
+    if recipe.average_checkpoints or recipe.low_rank.rank or not values:
+        trained = accelerator.unwrap_model(loop.model)
+        model = model_class(trained.config)  # whole, whatever the engine does to the other
+        if recipe.low_rank.rank:
+            add_low_rank(model, recipe.low_rank)
         load_model(model, staging / WEIGHTS)
+        merge_low_rank(model)
         values = loop.evaluate(model.to(accelerator.device))
         loop.log.say(f"mean of the checkpoints of updates {steps}: validation {show_values(values)}")
+        model.generation_config = trained.generation_config
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        if recipe.low_rank.rank:
+            model.save_pretrained(staging)
         for path in staging.iterdir():
             path.replace(output / path.name)
         staging.rmdir()

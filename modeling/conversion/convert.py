@@ -1,6 +1,7 @@
 """Import and export: a transformers model as one of ours with equal weights, and back."""
 
 import copy
+import re
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from ..pretrained import TriptychPreTrainedModel
 from .configurations import export_config, import_config
 from .files import load_source, refuse_loss
 from .registry import find, heads_of
-from .surgery import operate
+from .surgery import NEW_IN_LINEAR, operate
 from .weights import Tensors, own_weights, table_of, to_ours, to_theirs
 
 logger = logging.get_logger(__name__)
@@ -52,7 +53,7 @@ def import_model(
     for remark in remarks:
         logger.warning(remark)
     backend = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    ours = build(model_class, config, weights, theirs, **backend)
+    ours = build(model_class, config, weights, theirs, begins=NEW_IN_LINEAR if changes else None, **backend)
     if ours.can_generate() and theirs.can_generate():
         ours.generation_config = copy.deepcopy(theirs.generation_config)
     return ours
@@ -90,9 +91,10 @@ def build(
     config: PreTrainedConfig,
     weights: Tensors,
     like: PreTrainedModel,
+    begins: re.Pattern | None = None,
     **options,
 ) -> PreTrainedModel:
-    """A model of these weights, in the dtype and on the device of another.
+    """A model of these weights, in the dtype and on the device of another; what `begins` matches may be new.
 
     Raises:
         ValueError: there are too few or too many weights, or some of another shape.
@@ -106,5 +108,7 @@ def build(
         output_loading_info=True,
         **options,
     )
+    if begins is not None:
+        info["missing_keys"] = [name for name in info["missing_keys"] if not begins.search(name)]
     refuse_loss(model_class.__name__, info)
     return model.to(like.device)

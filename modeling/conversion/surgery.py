@@ -3,7 +3,10 @@
 | change                                 | what becomes of the weights         | exact                           |
 |----------------------------------------|-------------------------------------|---------------------------------|
 | layer_types, sliding_window,           | nothing                             | where windows hold a whole text |
-| attention_chunk_size                   |                                     |                                 |
+| attention_chunk_size, global tokens,   |                                     |                                 |
+| dilation, random blocks                |                                     |                                 |
+| layer_types to linear_attention,       | feature maps and decays are added,  | no                              |
+| linear_feature_map, linear_decay       | as new models begin with them       |                                 |
 | max_position_embeddings                | a learned table is stretched or cut | if cut, or not learned          |
 | rope_parameters                        | nothing                             | no                              |
 | layers, num_hidden_layers              | other layers are left out           | no                              |
@@ -25,8 +28,20 @@ from ..configuration_triptych import TriptychConfig, TriptychStackConfig
 Tensors = dict[str, torch.Tensor]
 FREE = ("hidden_dropout", "attention_dropout", "activation_dropout", "classifier_dropout")
 FREE += ("initializer_range", "use_cache")
-REACH = ("layer_types", "sliding_window", "attention_chunk_size")
-ALLOWED = (*REACH, "max_position_embeddings", "rope_parameters", "layers", "num_hidden_layers", "num_key_value_heads")
+REACH = ("layer_types", "sliding_window", "attention_chunk_size", "num_global_tokens", "attention_dilation")
+REACH += ("num_random_blocks", "random_block_size")
+LINEAR = ("linear_feature_map", "linear_decay")
+# What only a layer of linear attention has.
+NEW_IN_LINEAR = re.compile(r"(?:^|\.)layers\.\d+\.self_attn\.(?:[qk]_features|decay_\w+)(?:\.|$)")
+ALLOWED = (
+    *REACH,
+    *LINEAR,
+    "max_position_embeddings",
+    "rope_parameters",
+    "layers",
+    "num_hidden_layers",
+    "num_key_value_heads",
+)
 
 
 def operate(
@@ -94,8 +109,25 @@ def operate_on_stack(
         if "layer_types" not in reach:  # as a new configuration would choose them
             fields["layer_types"] = None
         fields |= reach
-        remarks.append("attention is local: exact where windows or chunks hold the whole text, else needs training.")
+    if linear := {name: changes[name] for name in LINEAR if name in changes}:
+        refuse_other_weights(linear)
+        fields |= linear
+    linear_layers = (fields.get("layer_types") or []).count("linear_attention")
+    if linear_layers and linear_layers != config.layer_types.count("linear_attention"):
+        remarks.append(f"attention of {linear_layers} layers is linear: needs training.")
+    elif reach:
+        is_full = set(fields["layer_types"] or ()) == {"full_attention"}
+        which = "full: exact where the source's" if is_full else "local: exact where"
+        remarks.append(f"attention is {which} windows or chunks hold the whole text, else needs training.")
     return fields, weights, remarks
+
+
+def refuse_other_weights(linear: dict[str, Any]):
+    """Raises a ValueError for a kind of linear attention that does not read the weights as softmax attention does."""
+    if linear.get("linear_feature_map") == "unit":
+        raise ValueError(
+            "`linear_feature_map` is 'unit', but must be 'elu' or 'hedgehog', which weigh as softmax does."
+        )
 
 
 def chosen_layers(config: TriptychStackConfig, changes: dict[str, Any]) -> list[int]:

@@ -1,5 +1,6 @@
 """generate(): every strategy and cache, on left-padded batches, equals the uncached run of each prompt by itself."""
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -176,6 +177,50 @@ def test_window_caches_never_exceed_their_window():
     lengths = [layer.keys.shape[-2] for layer in cache.layers]
     assert lengths[0] == LOCAL["sliding_window"] - 1 and lengths[2] == LOCAL["attention_chunk_size"] - 1
     assert lengths[1] == 39
+
+
+@pytest.mark.slow
+def test_a_hybrid_decoder_writes_20_000_tokens_in_bounded_memory():
+    """Its caches are as large at the end as at the beginning, and its last token is that of one pass over all."""
+    length, window = 20_000, 32
+    types = ["linear_attention", "sliding_attention"] * 2
+    fields = {"linear_feature_map": "unit", "linear_decay": "gated", "linear_update": "delta", "linear_conv_kernel": 4}
+    model = build(
+        "decoder",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": types,
+            "sliding_window": window,
+            "position_embedding_type": "rotary",
+            "norm_position": "pre",
+            **fields,
+        },
+    )
+    cache = transformers.DynamicCache(config=model.config)
+    process, sizes, memory = psutil.Process(), set(), []
+
+    def watch(input_ids, scores):
+        watch.last = scores
+        if input_ids.shape[1] > window:
+            sizes.add(tuple(layer.keys.shape + layer.values.shape for layer in cache.layers))
+        if input_ids.shape[1] % 2_000 == 0:
+            memory.append(process.memory_info().rss)
+        return scores
+
+    prompt = torch.arange(3, 11)[None]
+    tokens = model.generate(
+        prompt, past_key_values=cache, do_sample=False, max_new_tokens=length, logits_processor=[watch]
+    )
+    assert tokens.shape[1] == len(prompt[0]) + length
+    assert len(sizes) == 1
+    for layer, kind in zip(cache.layers, types, strict=True):
+        if kind == "sliding_attention":
+            assert layer.keys.shape[2] == window - 1
+    assert memory[-1] - memory[1] < 64 * 2**20
+    model.set_attn_implementation("banded")
+    with torch.no_grad():
+        expected = model(tokens[:, :-1], logits_to_keep=1).logits[:, -1]
+    torch.testing.assert_close(watch.last, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_encoder_keys_are_projected_once():

@@ -37,12 +37,64 @@ def test_a_window_wider_than_the_text_changes_nothing(bert, caplog):
     assert (narrow(**batch).logits[real] - expected[real]).abs().max() > 0.1
 
 
+def test_windows_are_taken_away(caplog):
+    ours = tiny_model("decoder", sliding_window=8)
+    full = triptych.import_model(ours, layer_types=["full_attention"] * 2)
+    assert "attention is full: exact where the source's windows or chunks hold the whole text" in said(caplog)
+    ids = torch.randint(3, 97, (2, 12))
+    difference = (full(ids).logits - ours(ids).logits).abs().amax((0, 2))
+    assert difference[:8].max() < 1e-5 and difference[8:].min() > 1e-3
+
+
 def test_some_layers_local(gpt2):
     types = ["full_attention", "sliding_attention", "full_attention"]
     ours = triptych.import_model(gpt2, layer_types=types, sliding_window=5)
     assert ours.config.layer_types == types
     ids = torch.randint(3, VOCAB, (2, 5))
     assert_equal(ours(ids).logits, gpt2(ids).logits)
+
+
+def test_global_tokens_widen_a_window_until_it_sees_all(bert):
+    """A window too narrow for the text, and as many global tokens as it has."""
+    batch = batch_for("BertForMaskedLM", bert.config)
+    real = batch["attention_mask"].bool()
+    expected = bert(**batch).logits[real]
+    wide = triptych.import_model(bert, sliding_window=2, num_global_tokens=LENGTH)
+    assert_equal(wide(**batch).logits[real], expected, tolerance=2e-5)
+    for pattern in ({"attention_dilation": 2}, {"num_random_blocks": 1, "random_block_size": 1}):
+        sparse = triptych.import_model(bert, sliding_window=2, **pattern)
+        assert (sparse(**batch).logits[real] - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("decay", ["none", "fixed", "gated"])
+@pytest.mark.parametrize("feature_map", ["elu", "hedgehog"])
+def test_softmax_becomes_linear_with_its_weights(gpt2, tmp_path, feature_map, decay, caplog):
+    """What both kinds of attention have is the source's, and the rest is what a new model begins with."""
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    ours = triptych.import_model(gpt2, layer_types=types, linear_feature_map=feature_map, linear_decay=decay)
+    assert "attention of 2 layers is linear: needs training" in said(caplog)
+    plain = triptych.import_model(gpt2)
+    old, new = plain.state_dict(), ours.state_dict()
+    assert all(torch.equal(tensor, new[name]) for name, tensor in old.items())
+    begun = new.keys() - old.keys()
+    assert all(name.split(".")[2] in ("0", "2") and new[name].isfinite().all() for name in begun)
+    assert bool(begun) == (feature_map == "hedgehog" or decay == "gated")
+    if feature_map == "hedgehog":
+        weight = new["model.layers.0.self_attn.q_features.weight"]
+        assert torch.equal(weight, torch.eye(weight.shape[-1]).expand_as(weight))
+    ids = torch.randint(3, VOCAB, (2, 9))
+    assert (ours(ids).logits - plain(ids).logits).abs().max() > 0.1
+    ours.save_pretrained(tmp_path)
+    assert_equal(type(ours).from_pretrained(tmp_path)(ids).logits, ours(ids).logits)
+
+
+def test_linear_kinds_that_read_weights_otherwise_are_refused(gpt2):
+    types = ["linear_attention"] * 3
+    with pytest.raises(ValueError, match="`linear_feature_map` is 'unit', but must be 'elu' or 'hedgehog'"):
+        triptych.import_model(gpt2, layer_types=types, linear_feature_map="unit")
+    for field, value in (("linear_update", "delta"), ("linear_conv_kernel", 4), ("linear_output_gate", True)):
+        with pytest.raises(ValueError, match=f"`{field}` cannot be changed"):
+            triptych.import_model(gpt2, layer_types=types, **{field: value})
 
 
 def test_longer_learned_positions_are_interpolated_between_the_old_ones(caplog):
