@@ -333,8 +333,9 @@ class TriptychLinearAttention(TriptychAttention):
         if kind == "none":
             return None
         if kind == "gated":
-            gate = F.softplus(exact(self.decay_proj(hidden_states)) + exact(self.decay_bias))
-            return -(exact(self.decay_rate).exp() * gate).transpose(1, 2)
+            # Contiguous, as torch 2.13 traces the gradient of softplus with the strides of another layout.
+            gate = (exact(self.decay_proj(hidden_states)) + exact(self.decay_bias)).transpose(1, 2).contiguous()
+            return -exact(self.decay_rate).exp()[:, None] * F.softplus(gate)
         heads = torch.arange(self.config.num_attention_heads, device=hidden_states.device)
         decay = torch.log1p(-(2.0 ** (-5.0 - heads)))
         return decay[None, :, None].expand(len(hidden_states), -1, hidden_states.shape[1])

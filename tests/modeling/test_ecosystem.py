@@ -109,10 +109,24 @@ def test_lora_trains_saves_and_merges(tmp_path, topology):
         assert torch.allclose(trained, merged(**batch).logits, atol=1e-4)
 
 
+HYBRID = {
+    "layer_types": ["linear_attention", "sliding_attention"],
+    "sliding_window": 4,
+    "linear_feature_map": "unit",
+    "linear_decay": "gated",
+    "linear_update": "delta",
+    "linear_conv_kernel": 3,
+    "linear_output_gate": True,
+}
 COMPILED = [
     pytest.param("encoder", {}, id="encoder"),
     pytest.param("decoder", {"position_embedding_type": "rotary", "sliding_window": 4}, id="decoder-rotary-sliding"),
     pytest.param("encoder_decoder", {"position_embedding_type": "relative"}, id="pair-relative"),
+    pytest.param(
+        "decoder", {"layer_types": ["linear_attention"] * 2, "linear_feature_map": "hedgehog"}, id="decoder-linear"
+    ),
+    pytest.param("decoder", HYBRID, id="decoder-hybrid"),
+    pytest.param("encoder", HYBRID, id="encoder-hybrid"),
 ]
 
 

@@ -209,7 +209,7 @@ def test_a_hybrid_decoder_writes_20_000_tokens_in_bounded_memory():
 
     prompt = torch.arange(3, 11)[None]
     tokens = model.generate(
-        prompt, past_key_values=cache, do_sample=False, max_new_tokens=length, logits_processor=[watch]
+        prompt, cache=cache, do_sample=False, max_new_tokens=length, logits_processor=[watch]
     )
     assert tokens.shape[1] == len(prompt[0]) + length
     assert len(sizes) == 1
