@@ -208,9 +208,7 @@ def test_a_hybrid_decoder_writes_20_000_tokens_in_bounded_memory():
         return scores
 
     prompt = torch.arange(3, 11)[None]
-    tokens = model.generate(
-        prompt, cache=cache, do_sample=False, max_new_tokens=length, logits_processor=[watch]
-    )
+    tokens = model.generate(prompt, cache=cache, do_sample=False, max_new_tokens=length, logits_processor=[watch])
     assert tokens.shape[1] == len(prompt[0]) + length
     assert len(sizes) == 1
     for layer, kind in zip(cache.layers, types, strict=True):
