@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from triptych.training.errors import as_user_error
@@ -71,7 +71,7 @@ def load_decoder(name: str) -> PreTrainedModel:
 def step(model: PreTrainedModel, tokens: torch.Tensor, cache: Any) -> tuple[Any, float]:
     """The cache after `tokens` [1, T] more, and the seconds that they took."""
     started = time.perf_counter()
-    cache = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    cache = model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1).cache
     if tokens.device.type == "cuda":
         torch.cuda.synchronize()
     return cache, time.perf_counter() - started
@@ -85,7 +85,10 @@ def cache_size(cache: Any) -> int:
 def show_decoding_benchmark(costs: Iterable[Decoding], json_lines: bool) -> None:
     """Print a table with a row for each context and model; or a JSON line each, as they come."""
     table = Table(
-        *("context", "model", "reading it", "a token more", "cache"), title=f"{torch.get_num_threads()} threads"
+        "context",
+        Column("model", overflow="fold"),
+        *("reading it", "a token more", "cache"),
+        title=f"{torch.get_num_threads()} threads",
     )
     console = Console()
     with console.status("reading") as status:
