@@ -16,6 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from .configuration_triptych import TriptychStackConfig
+from .dropout import apply_dropout
 from .norms import build_norm
 from .positions import apply_rotary
 
@@ -44,7 +45,7 @@ def eager_attention_forward(
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = scores.softmax(dim=-1).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    weights = apply_dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from .configuration_triptych import TriptychDecoderConfig, TriptychEncoderConfig, TriptychStackConfig
-from .heads import HeadKwargs, TriptychHead, TriptychPredictionHead, classifier_dropout
+from .heads import HeadKwargs, TriptychHead, TriptychPredictionHead, classifier_dropout, take_loss_options
 from .losses import classification_loss, cross_entropy, span_loss
 from .stacks import pool
 
@@ -228,7 +228,7 @@ class TriptychEncoderForMultipleChoice(Classifier):
         **kwargs: Unpack[HeadKwargs],
     ) -> MultipleChoiceModelOutput:
         """Every input has one more axis, [B, C, T]; `labels` [B] are the right choices; logits are [B, C]."""
-        label_smoothing = kwargs.pop("label_smoothing", 0.0)
+        options = take_loss_options(kwargs)
         texts = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -241,5 +241,5 @@ class TriptychEncoderForMultipleChoice(Classifier):
         output = super().forward(**texts, **kwargs)
         output.logits = output.logits.view(-1, choices)
         if labels is not None:
-            output.loss = cross_entropy(output.logits, labels, num_items_in_batch, label_smoothing)
+            output.loss = cross_entropy(output.logits, labels, num_items_in_batch, **options)
         return output

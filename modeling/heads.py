@@ -12,9 +12,11 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
+from transformers.utils.import_utils import is_tracing
 
 from .configuration_triptych import TriptychConfig, TriptychStackConfig
-from .losses import cross_entropy
+from .dropout import TriptychDropout
+from .losses import IGNORE, cross_entropy, projected_cross_entropy
 from .norms import build_norm
 from .pretrained import TriptychPreTrainedModel
 from .stacks import TriptychDecoderModel, TriptychEncoderDecoderModel, TriptychEncoderModel
@@ -31,12 +33,19 @@ class HeadKwargs(TransformersKwargs, total=False):
     thinks that it holds labels, without which there is no loss to evaluate."""
 
     label_smoothing: float
+    z_loss: float
+    output_logits: bool | None
     shift_labels: torch.LongTensor
 
 
-def classifier_dropout(config: TriptychStackConfig) -> nn.Dropout:
+def take_loss_options(kwargs: dict) -> dict:
+    """Those of a head's keyword arguments that its loss takes, out of them."""
+    return {name: kwargs.pop(name) for name in ("label_smoothing", "z_loss", "output_logits") if name in kwargs}
+
+
+def classifier_dropout(config: TriptychStackConfig) -> TriptychDropout:
     """The dropout before a classification layer."""
-    return nn.Dropout(config.hidden_dropout if config.classifier_dropout is None else config.classifier_dropout)
+    return TriptychDropout(config.hidden_dropout if config.classifier_dropout is None else config.classifier_dropout)
 
 
 class TriptychPredictionHead(nn.Module):
@@ -50,6 +59,27 @@ class TriptychPredictionHead(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.norm(self.act(self.dense(hidden_states)))
+
+
+class TriptychTokenProjection(nn.Linear):
+    """Logits of every token of the vocabulary; or, given labels, their loss at once.
+
+    The loss belongs into the module, since engines that shard weights make them whole for its forward alone.
+    """
+
+    def forward(self, states: torch.Tensor, labels: torch.LongTensor | None = None, **options) -> torch.Tensor:
+        """Logits [..., V] of `states` [..., E]; or `losses.projected_cross_entropy` of `states` [N, E] and `labels`."""
+        if labels is None:
+            return super().forward(states)
+        return projected_cross_entropy(states, labels, self.weight, self.bias, **options)
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "TriptychTokenProjection":
+        """One of the weight and the bias of `linear`."""
+        with torch.device("meta"):
+            projection = cls(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        projection.weight, projection.bias = linear.weight, linear.bias
+        return projection
 
 
 class TriptychHead(TriptychPreTrainedModel):
@@ -82,6 +112,13 @@ class TriptychHead(TriptychPreTrainedModel):
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs) -> torch.Tensor:
         return cross_entropy(logits, labels, **kwargs)
 
+    def predict(
+        self, outputs: ModelOutput, attention_mask: torch.Tensor | None, labels: torch.Tensor | None, **options
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The loss, if there are labels, and logits, from what the base model wrote."""
+        logits = self.answer(outputs, attention_mask)
+        return None if labels is None else self.loss(logits, labels, **options), logits
+
     @can_return_tuple
     def forward(
         self,
@@ -101,11 +138,12 @@ class TriptychHead(TriptychPreTrainedModel):
             labels: what the class says; -100 is ignored.
             num_items_in_batch: labels in all the batches of one (accumulated) step; the loss is divided by it.
             label_smoothing: probability mass spread evenly over all labels.
+            z_loss, output_logits: see `LanguageModelHead.predict_tokens`.
 
         Returns:
             `logits`, and the `loss` if there are labels.
         """
-        label_smoothing = kwargs.pop("label_smoothing", 0.0)
+        options = take_loss_options(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -115,10 +153,7 @@ class TriptychHead(TriptychPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.answer(outputs, attention_mask)
-        loss = None
-        if labels is not None:
-            loss = self.loss(logits, labels, num_items_in_batch=num_items_in_batch, label_smoothing=label_smoothing)
+        loss, logits = self.predict(outputs, attention_mask, labels, num_items_in_batch=num_items_in_batch, **options)
         return self.output_class(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -139,18 +174,53 @@ class LanguageModelHead(TriptychHead):
         super().__init__(config)
         stack = config.get_text_config()
         has_bias = self.has_bias if config.lm_head_bias is None else config.lm_head_bias
-        self.lm_head = nn.Linear(stack.embedding_size, stack.vocab_size, bias=has_bias)
+        self.lm_head = TriptychTokenProjection(stack.embedding_size, stack.vocab_size, bias=has_bias)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
     def set_output_embeddings(self, value: nn.Module):
-        self.lm_head = value
+        self.lm_head = TriptychTokenProjection.of(value) if type(value) is nn.Linear else value
+
+    def to_table(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [..., D] as what the token table is compared with, [..., E]."""
+        return hidden_states
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states in the width of the token table [..., E]."""
         logits = self.lm_head(hidden_states)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+
+    def predict_tokens(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.LongTensor | None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        output_logits: bool | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The loss, if there are labels, and logits [B, T, V], from hidden states [B, T, D].
+
+        Args:
+            labels: [B, T], what each hidden state predicts.
+            z_loss: weight of what keeps logits small, see `losses.cross_entropy`.
+            output_logits: False leaves logits out where there are labels: the loss then needs no table of them, and
+                asks only states that have a label. None does so in training.
+        """
+        wants_logits = not self.training if output_logits is None else output_logits
+        options = {"num_items_in_batch": num_items_in_batch, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        # Layers that something was put around, or that are split, give logits only; and a compiled graph drops no rows.
+        is_whole = isinstance(self.lm_head, TriptychTokenProjection) and self.tp_size is None
+        if labels is None or wants_logits or not is_whole or is_tracing(hidden_states):
+            logits = self.project(self.to_table(hidden_states))
+            return None if labels is None else cross_entropy(logits, labels, **options), logits
+        if labels.shape != hidden_states.shape[:-1]:
+            raise ValueError(f"`labels` has shape {list(labels.shape)}, but must be {list(hidden_states.shape[:-1])}.")
+        labels = labels.to(hidden_states.device)
+        is_given = labels != IGNORE
+        states = self.to_table(hidden_states[is_given])
+        return self.lm_head(states, labels[is_given], scale=self.config.logit_scale, **options), None
 
     def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs) -> nn.Embedding:
         """As in transformers; source and target tables follow if they are one table."""
@@ -172,8 +242,8 @@ class GenerativeHead(LanguageModelHead, GenerationMixin):
         if stack.embedding_size != stack.hidden_size:
             self.embed_out = nn.Linear(stack.hidden_size, stack.embedding_size, bias=False)
 
-    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().project(self.embed_out(hidden_states) if hasattr(self, "embed_out") else hidden_states)
+    def to_table(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.embed_out(hidden_states) if hasattr(self, "embed_out") else hidden_states
 
     def create_masks_for_generate(self, attention_mask: torch.Tensor | None, cache: Cache, **kwargs):
         """With a static cache, masks are still composed by the forward, from a 2D mask of one fixed length."""

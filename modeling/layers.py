@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import TriptychAttention
 from .configuration_triptych import TriptychStackConfig
+from .dropout import TriptychDropout
 from .linear_attention import TriptychLinearAttention
 from .norms import build_norm
 
@@ -28,7 +29,7 @@ class TriptychMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.act = ACT2FN[config.hidden_act]
-        self.dropout = nn.Dropout(config.activation_dropout)
+        self.dropout = TriptychDropout(config.activation_dropout)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D], each token by itself."""
@@ -77,7 +78,7 @@ class TriptychLayer(GradientCheckpointingLayer):
             cross_class = TriptychLinearAttention if config.linear_cross_attention else TriptychAttention
             self.cross_attn = cross_class(config, layer_idx, is_cross_attention=True)
         self.mlp = TriptychMLP(config)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = TriptychDropout(config.hidden_dropout)
         for sublayer in [name for name, _ in self.named_children() if name in ("self_attn", "cross_attn", "mlp")]:
             setattr(self, f"{sublayer}_norm", build_norm(config, config.hidden_size))
             if config.norm_position == "sandwich":

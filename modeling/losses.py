@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, V vocabulary, L labels.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.utils.import_utils import is_tracing
 
@@ -16,9 +17,13 @@ def cross_entropy(
     labels: torch.Tensor,
     num_items_in_batch: torch.Tensor | int | None = None,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     **kwargs,
 ) -> torch.Tensor:
     """Cross-entropy of `logits` [..., V] against `labels` [...], smoothed as in Szegedy et al. 2016, section 7.
+
+    `z_loss` is the weight of the square of the logits' log-sum-exp, which it keeps near zero (Chowdhery et al. 2022,
+    arXiv 2204.02311, section 5).
 
     Raises:
         ValueError: `labels` has another shape than `logits`, or a label outside the vocabulary.
@@ -27,14 +32,96 @@ def cross_entropy(
         raise ValueError(f"`labels` has shape {list(labels.shape)}, but must be {list(logits.shape[:-1])}.")
     labels = labels.to(logits.device)
     check_labels(labels, logits.shape[-1])
-    total = F.cross_entropy(
-        at_least_float32(logits).flatten(0, -2),
-        labels.flatten(),
-        ignore_index=IGNORE,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
+    logits, labels = at_least_float32(logits).flatten(0, -2), labels.flatten()
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=label_smoothing)
+    if z_loss:
+        total = total + z_loss * (logits.logsumexp(-1).square() * (labels != IGNORE)).sum()
     return per_item(total, (labels != IGNORE).sum(), num_items_in_batch)
+
+
+def projected_cross_entropy(
+    states: torch.Tensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """`cross_entropy` of the logits `scale * (states @ weight.T + bias)`, which are never there all at once.
+
+    A table of all logits takes more memory, and more time to read and write, than the rest of a small model. Here some
+    rows of it are made at a time, turned into gradients while they are in the cache, and forgotten.
+
+    Args:
+        states: [N, E].
+        labels: [N], all of them from 0 to V - 1.
+        weight, bias: [V, E] and [V].
+    """
+    check_labels(labels, len(weight))
+    total = ProjectedCrossEntropy.apply(states, weight, bias, labels, scale, label_smoothing, z_loss)
+    return per_item(total, torch.tensor(len(labels)), num_items_in_batch)
+
+
+# Entries of a table of logits that are made at a time, and the fewest rows, for which all of `weight` is read.
+TABLE_SIZE, FEWEST_ROWS = 2**22, 256
+
+
+class ProjectedCrossEntropy(torch.autograd.Function):
+    """The sum that `projected_cross_entropy` divides. Gradients are made on the way forward, where the logits are."""
+
+    @staticmethod
+    def forward(ctx, states, weight, bias, labels, scale, label_smoothing, z_loss):
+        device = states.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+        inputs, table = states.to(dtype), weight.to(dtype)
+        exact = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros((), dtype=exact, device=states.device)
+        needs_gradient = any(ctx.needs_input_grad)
+        grad_states, grad_weight = [], torch.zeros_like(weight, dtype=exact) if needs_gradient else None
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
+        vocabulary = len(weight)
+        rows = max(TABLE_SIZE // vocabulary, FEWEST_ROWS)
+        for part, answers in zip(inputs.split(rows), labels.split(rows), strict=True):
+            logits = F.linear(part, table, None if bias is None else bias.to(dtype)).to(exact)
+            logits = logits if scale == 1 else logits * scale
+            shares = logits.log_softmax(-1)  # [C, V]
+            chosen = shares.gather(-1, answers[:, None])
+            total -= (1 - label_smoothing) * chosen.sum()
+            if label_smoothing:
+                total -= label_smoothing / vocabulary * shares.sum()
+            if z_loss:
+                normaliser = logits.gather(-1, answers[:, None]) - chosen  # log-sum-exp
+                total += z_loss * normaliser.square().sum()
+            if not needs_gradient:
+                continue
+            gradient = shares.exp_()
+            if z_loss:
+                gradient *= 1 + 2 * z_loss * normaliser
+            if label_smoothing:
+                gradient -= label_smoothing / vocabulary
+            gradient.scatter_add_(-1, answers[:, None], gradient.new_full(chosen.shape, label_smoothing - 1))
+            if scale != 1:
+                gradient *= scale
+            if bias is not None:
+                grad_bias += gradient.sum(0)
+            gradient = gradient.to(dtype)
+            grad_states.append(gradient @ table)
+            if dtype == exact:
+                grad_weight.addmm_(gradient.T, part)
+            else:
+                grad_weight += gradient.T @ part
+        if needs_gradient:
+            given = (torch.cat(grad_states), states), (grad_weight, weight), (grad_bias, bias)
+            ctx.save_for_backward(*(None if of is None else gradient.to(of.dtype) for gradient, of in given))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_total):
+        gradients = (None if gradient is None else gradient * grad_total for gradient in ctx.saved_tensors)
+        return *gradients, None, None, None, None
 
 
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,14 @@ from .classifiers import (
     TriptychEncoderForTokenClassification,
 )
 from .configuration_triptych import TriptychDecoderConfig, TriptychEncoderConfig, TriptychEncoderDecoderConfig
-from .heads import GenerativeHead, HeadKwargs, LanguageModelHead, TriptychPredictionHead, classifier_dropout
+from .heads import (
+    GenerativeHead,
+    HeadKwargs,
+    LanguageModelHead,
+    TriptychPredictionHead,
+    classifier_dropout,
+    take_loss_options,
+)
 from .losses import IGNORE, at_least_float32, check_labels, cross_entropy, next_token_labels, per_item
 from .masks import find_documents
 from .pretrained import TriptychPreTrainedModel
@@ -65,17 +72,28 @@ class TriptychForPreTrainingOutput(ModelOutput):
     attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
-class TriptychForMaskedLM(LanguageModelHead):
-    """Which token stood at a masked place (Devlin et al. 2019), or stands next in some order (Yang et al. 2019)."""
+class MaskedTokenHead(LanguageModelHead):
+    """What predicts tokens of an encoder: a layer of its own before the token table."""
 
     config: TriptychEncoderConfig
-    output_class = MaskedLMOutput
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     has_bias = True
 
     def __init__(self, config: TriptychEncoderConfig):
         super().__init__(config)
         self.prediction_head = TriptychPredictionHead(config, config.embedding_size)
+
+    def to_table(self, hidden_states):
+        return self.prediction_head(hidden_states)
+
+
+class TriptychForMaskedLM(MaskedTokenHead):
+    """Which token stood at a masked place (Devlin et al. 2019), or stands next in some order (Yang et al. 2019)."""
+
+    output_class = MaskedLMOutput
+
+    def __init__(self, config: TriptychEncoderConfig):
+        super().__init__(config)
         self.post_init()
 
     def forward(
@@ -100,21 +118,17 @@ class TriptychForMaskedLM(LanguageModelHead):
         permutation = dict(perm_mask=perm_mask, target_mapping=target_mapping)
         return super().forward(input_ids, attention_mask, labels=labels, **inputs, **permutation, **kwargs)
 
-    def answer(self, outputs, attention_mask):
-        return self.project(self.prediction_head(outputs.last_hidden_state))
+    def predict(self, outputs, attention_mask, labels, **options):
+        return self.predict_tokens(outputs.last_hidden_state, labels, **options)
 
 
-class TriptychEncoderForPreTraining(LanguageModelHead):
+class TriptychEncoderForPreTraining(MaskedTokenHead):
     """BERT's two tasks at once: masked tokens, and whether the second text follows the first."""
 
-    config: TriptychEncoderConfig
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    has_bias = True
     reads_pooler = True
 
     def __init__(self, config: TriptychEncoderConfig):
         super().__init__(config)
-        self.prediction_head = TriptychPredictionHead(config, config.embedding_size)
         self.dropout = classifier_dropout(config)
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
         self.post_init()
@@ -133,13 +147,10 @@ class TriptychEncoderForPreTraining(LanguageModelHead):
         **kwargs: Unpack[HeadKwargs],
     ) -> TriptychForPreTrainingOutput:
         """`labels` [B, T] as for masked tokens; `next_sentence_label` [B] is 0 if the second text follows, else 1."""
-        label_smoothing = kwargs.pop("label_smoothing", 0.0)
+        options = take_loss_options(kwargs)
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs)
-        prediction_logits = self.project(self.prediction_head(outputs.last_hidden_state))
+        loss, prediction_logits = self.predict_tokens(outputs.last_hidden_state, labels, num_items_in_batch, **options)
         seq_relationship_logits = self.seq_relationship(self.dropout(outputs.pooler_output))
-        loss = None
-        if labels is not None:
-            loss = cross_entropy(prediction_logits, labels, num_items_in_batch, label_smoothing)
         if next_sentence_label is not None:
             next_sentence_label = next_sentence_label.view(-1)
             loss = (0 if loss is None else loss) + self.sentence_loss(
@@ -202,7 +213,7 @@ class TriptychForCausalLM(GenerativeHead):
         Returns:
             `logits` [B, T, V], the `cache`, and the `loss` if there are labels.
         """
-        label_smoothing = kwargs.pop("label_smoothing", 0.0)
+        options = take_loss_options(kwargs)
         shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
@@ -216,7 +227,6 @@ class TriptychForCausalLM(GenerativeHead):
             seq_idx=seq_idx,
             **kwargs,
         )
-        logits = self.project(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         if labels is not None and shift_labels is None:
             if labels.shape != outputs.last_hidden_state.shape[:2]:
                 shape = list(outputs.last_hidden_state.shape[:2])
@@ -225,9 +235,8 @@ class TriptychForCausalLM(GenerativeHead):
             padding = attention_mask.bool() if is_padding else None
             documents = find_documents(position_ids, seq_idx, padding, 0, *labels.shape)
             shift_labels = next_token_labels(labels, padding, documents)
-        loss = None
-        if shift_labels is not None:
-            loss = cross_entropy(logits, shift_labels, num_items_in_batch, label_smoothing)
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        loss, logits = self.predict_tokens(hidden_states, shift_labels, num_items_in_batch, **options)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -291,7 +300,7 @@ class TriptychForConditionalGeneration(GenerativeHead):
         Returns:
             `logits` [B, T, V], the `cache`, the encoder's states, and the `loss` if there are labels.
         """
-        label_smoothing = kwargs.pop("label_smoothing", 0.0)
+        options = take_loss_options(kwargs)
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         outputs = self.model(
@@ -311,10 +320,8 @@ class TriptychForConditionalGeneration(GenerativeHead):
             decoder_seq_idx=decoder_seq_idx,
             **kwargs,
         )
-        logits = self.project(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = cross_entropy(logits, labels, num_items_in_batch, label_smoothing)
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        loss, logits = self.predict_tokens(hidden_states, labels, num_items_in_batch, **options)
         return Seq2SeqLMOutput(
             loss=loss,
             logits=logits,

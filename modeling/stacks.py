@@ -30,6 +30,7 @@ from .configuration_triptych import (
     TriptychStackConfig,
     rope_by_layer_type,
 )
+from .dropout import TriptychDropout
 from .layers import TriptychLayer
 from .masks import (
     Layout,
@@ -85,7 +86,7 @@ class TriptychStack(TriptychPreTrainedModel):
             self.embed_norm = build_norm(config, config.embedding_size)
         if config.embedding_size != config.hidden_size:
             self.embed_proj = nn.Linear(config.embedding_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = TriptychDropout(config.hidden_dropout)
         if config.position_embedding_type == "rotary":
             settings = rope_by_layer_type(config)
             self.rotary_emb = nn.ModuleDict(

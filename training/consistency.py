@@ -22,7 +22,7 @@ def consistent_loss(
         **options: of the model's forward.
     """
     batch = twice(batch)
-    output = model(**batch, num_items_in_batch=2 * items, **options)
+    output = model(**batch, num_items_in_batch=2 * items, output_logits=True, **options)
     labels = next_token_labels(batch["labels"]) if predicts_next else batch["labels"]
     return output.loss + weight / 2 * disagreement(output.logits, labels) / items
 
@@ -42,7 +42,7 @@ def disagreement(logits: Tensor, labels: Tensor) -> Tensor:
     Returns:
         Half of KL(first, second) + KL(second, first), equation 2 of the paper, summed over the labels of one half.
     """
-    first, second = (half[labels.chunk(2)[0] != IGNORE] for half in at_least_float32(logits).chunk(2))
-    first, second = first.log_softmax(-1), second.log_softmax(-1)
+    first, second = at_least_float32(logits).log_softmax(-1).chunk(2)
     # p log(p / q) + q log(q / p) = (p - q) (log p - log q)
-    return ((first.exp() - second.exp()) * (first - second)).sum() / 2
+    divergences = ((first.exp() - second.exp()) * (first - second)).sum(-1)
+    return divergences[labels.chunk(2)[0] != IGNORE].sum() / 2
