@@ -75,10 +75,9 @@ class TriptychTokenProjection(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "TriptychTokenProjection":
-        """One of the weight and the bias of `linear`."""
-        with torch.device("meta"):
-            projection = cls(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        projection.weight, projection.bias = linear.weight, linear.bias
+        """One with all that `linear` has: weight and bias, hooks, and marks such as that it is initialised."""
+        projection = cls.__new__(cls)
+        projection.__dict__.update(vars(linear))
         return projection
 
 
