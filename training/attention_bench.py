@@ -6,7 +6,6 @@ much memory, going by the lengths before, is left out.
 Shapes: B batch, T tokens, H heads, d head width.
 """
 
-import json
 import math
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +32,7 @@ from triptych.linear_attention import linear_attention
 from triptych.masks import Layout, self_attention_mask
 from triptych.training.memory import keep_freed_memory
 from triptych.training.plots import plot_costs
+from triptych.training.reporting import follow
 
 # What there is to measure: a backend of softmax attention with its layer type, or a form of linear attention.
 SOFTMAX = {
@@ -263,14 +263,9 @@ def fit_exponents(costs: list[Cost]) -> dict[str, tuple[float, float]]:
 
 def show_attention_benchmark(costs: Iterable[Cost], shape: Shape, picture: Path, json_lines: bool) -> None:
     """Print costs as they come, then a table with exponents, and draw them; or print a JSON line each."""
-    done: list[Cost] = []
-    console = Console()
-    with console.status("starting") as status:
-        for cost in costs:
-            done.append(cost)
-            status.update(f"{cost.contestant}: {cost.length:,} tokens in {cost.seconds:.2f} s")
-            if json_lines:
-                print(json.dumps(asdict(cost)), flush=True)
+    done = follow(
+        costs, "starting", lambda cost: f"{cost.contestant}: {cost.length:,} tokens in {cost.seconds:.2f} s", json_lines
+    )
     exponents = fit_exponents(done)
     plot_costs(done, exponents, picture)
     if json_lines:
@@ -293,5 +288,6 @@ def show_attention_benchmark(costs: Iterable[Cost], shape: Shape, picture: Path,
         )
     table.add_section()
     table.add_row("exponents", *(f"{seconds:.2f} / {memory:.2f}" for seconds, memory in exponents.values()))
+    console = Console()
     console.print(table)
     console.print(f"picture: {picture}")

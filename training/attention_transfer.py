@@ -27,21 +27,24 @@ class AttentionTransfer:
 
     Args:
         student: the teacher with some layers made linear, and else of equal weights.
-        teacher: stays as it is, on the student's device.
+        teacher: stays as it is, and follows the student's inputs to their device.
 
     Raises:
-        UserError: no layer of the student is linear where the teacher's is not, or they are built differently.
+        UserError: no layer of the student is linear where the teacher's is not, they are built differently, or they are
+            encoder-decoders.
     """
 
     def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel):
+        if student.config.is_encoder_decoder:
+            raise UserError("recipe key 'attention_transfer' needs an encoder or a decoder, not an encoder-decoder")
         self.teacher = teacher.eval().requires_grad_(False)
         theirs = dict(teacher.named_modules())
-        self.layers = {
+        layers = {
             name: module
             for name, module in student.named_modules()
             if isinstance(module, TriptychLinearAttention) and type(theirs.get(name)) is not type(module)
         }
-        if not self.layers:
+        if not layers:
             raise UserError("recipe key 'attention_transfer' needs 'linear_attention' in model.layer_types")
         known = dict(teacher.named_parameters())
         for name, parameter in student.named_parameters():
@@ -54,7 +57,7 @@ class AttentionTransfer:
         # What each layer of the teacher was given, and gave, at each depth that it stands at.
         self.seen: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self.error: Tensor | None = None
-        for name, module in self.layers.items():
+        for name, module in layers.items():
             theirs[name].register_forward_hook(partial(self._remember, name))
             module.register_forward_pre_hook(partial(self._give, name))
             module.register_forward_hook(partial(self._compare, name))
@@ -67,7 +70,7 @@ class AttentionTransfer:
             mask = inputs.get("attention_mask")
             self.real = torch.ones_like(inputs["input_ids"]) if mask is None else mask
             self.error = torch.zeros((), device=self.real.device)
-            self.teacher.to(self.real.device)(**{name: inputs[name] for name in inputs if name in TEXT})
+            self.teacher.base_model.to(self.real.device)(**{name: inputs[name] for name in inputs if name in TEXT})
 
     def _remember(self, name: str, module: nn.Module, args: tuple, output: tuple[Tensor, Tensor | None]) -> None:
         self.seen[name].append((args[0], output[0]))

@@ -4,11 +4,10 @@ A time is the median over the rounds; a ratio is the median of the rounds' ratio
 slows both sides alike. Above 1 the family is faster.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -18,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from triptych import import_model
+from triptych.training.reporting import follow
 
 
 @dataclass
@@ -146,14 +146,8 @@ def show_benchmarks(measurements: Iterable[Measurement], json_lines: bool):
     table = Table(
         "shape", "task", "family", "transformers", "ratio", title=f"{torch.get_num_threads()} threads, float32"
     )
-    console = Console()
-    with console.status("warming up") as status:
-        for measured in measurements:
-            if json_lines:
-                print(json.dumps(asdict(measured)), flush=True)
-                continue
-            status.update(f"after {measured.shape}, {measured.task}")
-            times = [f"{1000 * seconds:,.0f} ms" for seconds in (measured.family, measured.peer)]
-            table.add_row(measured.shape, measured.task, *times, f"{measured.ratio:.2f}")
+    for measured in follow(measurements, "warming up", lambda done: f"after {done.shape}, {done.task}", json_lines):
+        times = [f"{1000 * seconds:,.0f} ms" for seconds in (measured.family, measured.peer)]
+        table.add_row(measured.shape, measured.task, *times, f"{measured.ratio:.2f}")
     if not json_lines:
-        console.print(table)
+        Console().print(table)

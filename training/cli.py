@@ -244,7 +244,7 @@ def bench_attention_command(
         show_attention_benchmark,
     )
 
-    lengths = [length for length in (max_length >> power for power in range(7)) if length >= 16]
+    lengths = _halves(max_length, at_least=16)
     shape = Shape(causal and not layers, window, batch_size, heads, head_dim, rounds)
     contestants = LAYERS if layers else CONTESTANTS
     costs = run_attention_benchmark(lengths, shape, contestants, max_seconds)
@@ -270,8 +270,13 @@ def bench_decoding_command(
     from triptych.training.decoding_bench import load_decoder, run_decoding_benchmark, show_decoding_benchmark
 
     loaded = {name: load_decoder(name) for name in models}
-    contexts = [length for length in (max_context >> power for power in range(7)) if length >= 64]
+    contexts = _halves(max_context, at_least=64)
     show_decoding_benchmark(run_decoding_benchmark(loaded, contexts), json_lines)
+
+
+def _halves(longest: int, at_least: int) -> list[int]:
+    """Seven lengths, each half of the one before, as far as they are long enough."""
+    return [length for length in (longest >> power for power in range(7)) if length >= at_least]
 
 
 def _given(**options: int | None) -> dict[str, int]:

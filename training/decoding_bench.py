@@ -3,11 +3,10 @@
 A cache of all keys grows with the text, one of a window or of a state does not.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from rich.table import Column, Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from triptych.training.errors import as_user_error
+from triptych.training.reporting import follow
 
 CHUNK = 1024  # tokens of a context that are read in one forward
 STEPS = 16  # tokens that are written behind each context
@@ -90,19 +90,13 @@ def show_decoding_benchmark(costs: Iterable[Decoding], json_lines: bool) -> None
         *("reading it", "a token more", "cache"),
         title=f"{torch.get_num_threads()} threads",
     )
-    console = Console()
-    with console.status("reading") as status:
-        for cost in costs:
-            if json_lines:
-                print(json.dumps(asdict(cost)), flush=True)
-                continue
-            status.update(f"{cost.model}: {cost.context:,} tokens")
-            table.add_row(
-                f"{cost.context:,}",
-                cost.model,
-                f"{cost.reading_seconds:.2f} s",
-                f"{1000 * cost.token_seconds:.2f} ms",
-                f"{cost.cache_bytes / 2**20:,.2f} MiB",
-            )
+    for cost in follow(costs, "reading", lambda done: f"{done.model}: {done.context:,} tokens", json_lines):
+        table.add_row(
+            f"{cost.context:,}",
+            cost.model,
+            f"{cost.reading_seconds:.2f} s",
+            f"{1000 * cost.token_seconds:.2f} ms",
+            f"{cost.cache_bytes / 2**20:,.2f} MiB",
+        )
     if not json_lines:
-        console.print(table)
+        Console().print(table)

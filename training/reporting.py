@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -18,6 +19,23 @@ if TYPE_CHECKING:
 
 METRICS_FILE, RECORD_FILE = "metrics.jsonl", "run.json"
 RUNNING, FINISHED = "running", "finished"
+
+
+def follow(results: Iterable[Any], waiting: str, describe: Callable[[Any], str], json_lines: bool) -> list[Any]:
+    """Collect dataclasses as they come, say which was the last, and print each as a JSON line if asked to.
+
+    Args:
+        waiting: what is said before the first.
+        describe: what is said after each.
+    """
+    done = []
+    with Console().status(waiting) as status:
+        for result in results:
+            done.append(result)
+            status.update(describe(result))
+            if json_lines:
+                print(json.dumps(asdict(result)), flush=True)
+    return done
 
 
 class RunLog:

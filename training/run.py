@@ -364,10 +364,10 @@ def write_model(recipe: Recipe, loop: TrainingLoop, model_class: type, output: P
         merge_low_rank(model)
         values = loop.evaluate(model.to(accelerator.device))
         loop.log.say(f"mean of the checkpoints of updates {steps}: validation {show_values(values)}")
-        model.generation_config = trained.generation_config
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         if recipe.low_rank.rank:
+            model.generation_config = trained.generation_config
             model.save_pretrained(staging)
         for path in staging.iterdir():
             path.replace(output / path.name)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from triptych.training.objectives import OBJECTIVES
 from triptych.training.recipe import Recipe, load_recipe
+from triptych.training.reporting import read_metrics
+from triptych.training.run import Run
 
 ROWS = 40
 SPECIAL_FILES = {
@@ -65,3 +67,8 @@ def make_recipe(folder: Path, tmp_path: Path, name: str, topology: str, *changes
         f"output: {tmp_path / 'run'}\n"
     )
     return load_recipe(str(path), changes)
+
+
+def metrics_of(run: Run, key: str) -> list[float]:
+    """What the metrics file of a finished run says of `key`, line after line."""
+    return [row[key] for row in read_metrics(run.folder / "metrics.jsonl") if key in row]

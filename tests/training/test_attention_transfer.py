@@ -7,17 +7,16 @@ import pytest
 import torch
 from conftest import TINY
 from safetensors.torch import load_file
-from small_files import make_recipe, write_files
+from small_files import make_recipe, metrics_of, write_files
 from transformers import AutoModelForCausalLM
 
 import triptych
-from triptych import TriptychConfig, TriptychForCausalLM
+from triptych import TriptychConfig, TriptychForCausalLM, TriptychForConditionalGeneration
 from triptych.linear_attention import Text
 from triptych.training.attention_transfer import AttentionTransfer
 from triptych.training.errors import UserError
 from triptych.training.low_rank import add_low_rank, merge_low_rank
 from triptych.training.recipe import LowRankRecipe, load_recipe
-from triptych.training.reporting import read_metrics
 from triptych.training.run import train
 
 FIELDS = {"linear_feature_map": "hedgehog", "linear_decay": "gated"}
@@ -108,6 +107,13 @@ def test_models_that_do_not_fit_are_refused():
         AttentionTransfer(TriptychForCausalLM(other), teacher)
 
 
+def test_an_encoder_decoder_is_refused():
+    config = TriptychConfig.from_preset("tiny_encoder_decoder")
+    pair = TriptychForConditionalGeneration(config)
+    with pytest.raises(UserError, match=r"'attention_transfer' needs an encoder or a decoder"):
+        AttentionTransfer(pair, pair)
+
+
 def test_low_rank_begins_as_nothing_and_is_merged_exactly():
     model = build_teacher()
     batch = batch_of_two()
@@ -140,12 +146,12 @@ def test_from_softmax_to_linear_in_three_recipes(tmp_path):
     base, linear, tuned = (f"output={tmp_path / name}" for name in ("base", "linear", "tuned"))
     train(make_recipe(*options, base))
     fields = ["model.layer_types=[linear_attention]", "model.linear_feature_map=hedgehog", "model.linear_decay=gated"]
-    run = train(
+    transferred = train(
         make_recipe(
             *options, *fields, f"model.path={tmp_path / 'base'}", f"attention_transfer={tmp_path / 'base'}", linear
         )
     )
-    losses = [row["loss"] for row in read_metrics(run.folder / "metrics.jsonl") if "loss" in row]
+    losses = metrics_of(transferred, "loss")
     assert losses[-1] < 0.7 * losses[0]
     old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "linear"))
     assert all(torch.equal(tensor, new[name]) for name, tensor in old.items())
@@ -163,11 +169,4 @@ def test_from_softmax_to_linear_in_three_recipes(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(run.folder)
     assert model.config.layer_types == ["linear_attention"]
     assert model.generation_config.max_new_tokens == 8
-    assert (
-        run.best_loss
-        < [
-            row["validation_loss"]
-            for row in read_metrics(tmp_path / "linear" / "metrics.jsonl")
-            if "validation_loss" in row
-        ][-1]
-    )
+    assert run.best_loss < metrics_of(transferred, "validation_loss")[-1]

@@ -4,14 +4,13 @@ import pytest
 import torch
 from conftest import TINY
 from safetensors.torch import load_file
-from small_files import EVERY, make_recipe, write_files
+from small_files import EVERY, make_recipe, metrics_of, write_files
 
 from triptych import TriptychConfig, TriptychForCausalLM
 from triptych.training.building import ONE_ANSWER
 from triptych.training.consistency import consistent_loss, disagreement, twice
 from triptych.training.errors import UserError
 from triptych.training.recipe import load_recipe
-from triptych.training.reporting import read_metrics
 from triptych.training.run import train
 
 
@@ -48,8 +47,7 @@ def test_a_decoder_agrees_where_it_predicts_a_label():
 
 def losses_and_weights(recipe):
     run = train(recipe)
-    losses = [row["loss"] for row in read_metrics(run.folder / "metrics.jsonl") if "loss" in row]
-    return losses, load_file(run.folder / "model.safetensors")
+    return metrics_of(run, "loss"), load_file(run.folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(

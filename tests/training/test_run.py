@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_files import metrics_of
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import triptych.training.run as run_module
@@ -14,12 +15,7 @@ from triptych.training.errors import UserError
 from triptych.training.evaluation import evaluate_examples, examples_to_score, generate_texts, load_model
 from triptych.training.loop import TrainingLoop
 from triptych.training.recipe import load_recipe
-from triptych.training.reporting import read_metrics
 from triptych.training.run import train
-
-
-def metrics_of(run, key):
-    return [row[key] for row in read_metrics(run.folder / "metrics.jsonl") if key in row]
 
 
 def test_a_run_learns_and_leaves_a_folder_that_loads(tiny_recipe):
