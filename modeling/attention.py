@@ -19,6 +19,7 @@ from .configuration_triptych import TriptychStackConfig
 from .dropout import apply_dropout
 from .norms import build_norm
 from .positions import apply_rotary
+from .unpadding import Places, lay
 
 
 def eager_attention_forward(
@@ -118,6 +119,8 @@ class TriptychAttention(nn.Module):
         cache: Cache | None = None,
         layer_idx: int | None = None,
         is_causal: bool | None = None,
+        rows: Places | None = None,
+        encoder_rows: Places | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention output [B, T, D], and weights [B, H, T, S] where the backend computes them.
@@ -130,13 +133,15 @@ class TriptychAttention(nn.Module):
             position_embeddings: cosines and sines [B, T, r] of rotary positions.
             layer_idx: this call's place in the cache, if layers are shared.
             is_causal: whether a kernel given no mask must hide later tokens.
+            rows, encoder_rows: where the tokens of `hidden_states` and of `encoder_hidden_states` stand in the rows
+                [B, T] and [B, S] that attend, if these are streams [1, N, D] without pads.
         """
-        query = self.positioned(self.q_proj(hidden_states), "q_norm", position_embeddings)
+        query = self.positioned(lay(self.q_proj(hidden_states), rows), "q_norm", position_embeddings)
         layer_idx = self.layer_idx if layer_idx is None else layer_idx
         if self.is_cross_attention:
-            key, value = self.cross_key_value(encoder_hidden_states, cache, layer_idx)
+            key, value = self.cross_key_value(encoder_hidden_states, cache, layer_idx, encoder_rows)
         else:
-            key, value = self.key_value(hidden_states, position_embeddings)
+            key, value = self.key_value(hidden_states, position_embeddings, rows)
             if cache is not None:
                 key, value = cache.update(key, value, layer_idx, kwargs=kwargs)
 
@@ -154,7 +159,8 @@ class TriptychAttention(nn.Module):
             is_causal=self.is_causal if is_causal is None else is_causal,
             **kwargs,
         )
-        return self.o_proj(output.flatten(-2)), weights
+        output = output.flatten(-2)
+        return self.o_proj(output if rows is None else rows.take(output)), weights
 
     def heads(self, states: torch.Tensor) -> torch.Tensor:
         """[B, T, heads * d] to [B, heads, T, d]; a tensor-parallel rank holds only its own heads."""
@@ -170,18 +176,25 @@ class TriptychAttention(nn.Module):
         return states if position_embeddings is None else apply_rotary(states, *position_embeddings)
 
     def key_value(
-        self, memory: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        memory: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rows: Places | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, K, S, d] of `memory` [B, S, D]."""
-        key = self.positioned(self.k_proj(memory), "k_norm", position_embeddings)
-        return key, self.heads(self.v_proj(memory))
+        key = self.positioned(lay(self.k_proj(memory), rows), "k_norm", position_embeddings)
+        return key, self.heads(lay(self.v_proj(memory), rows))
 
     def cross_key_value(
-        self, encoder_hidden_states: torch.Tensor, cache: EncoderDecoderCache | None, layer_idx: int
+        self,
+        encoder_hidden_states: torch.Tensor,
+        cache: EncoderDecoderCache | None,
+        layer_idx: int,
+        rows: Places | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the encoder, which stay the same for the whole generation."""
         if cache is None:
-            return self.key_value(encoder_hidden_states)
+            return self.key_value(encoder_hidden_states, rows=rows)
         if cache.is_updated.get(layer_idx):
             layer = cache.cross_attention_cache.layers[layer_idx]
             return layer.keys, layer.values

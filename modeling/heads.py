@@ -190,6 +190,12 @@ class LanguageModelHead(TriptychHead):
         logits = self.lm_head(hidden_states)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
+    def gives_logits(self, output_logits: bool | None) -> bool:
+        """Whether logits are made even where labels are given. A projection that is split, or that something was put
+        around, can give nothing else."""
+        is_whole = isinstance(self.lm_head, TriptychTokenProjection) and self.tp_size is None
+        return not is_whole or (not self.training if output_logits is None else output_logits)
+
     def predict_tokens(
         self,
         hidden_states: torch.Tensor,
@@ -205,13 +211,10 @@ class LanguageModelHead(TriptychHead):
             labels: [B, T], what each hidden state predicts.
             z_loss: weight of what keeps logits small, see `losses.cross_entropy`.
             output_logits: False leaves logits out where there are labels: the loss then needs no table of them, and
-                asks only states that have a label. None does so in training.
+                asks only states that have a label, in a graph that is not compiled. None does so in training.
         """
-        wants_logits = not self.training if output_logits is None else output_logits
         options = {"num_items_in_batch": num_items_in_batch, "label_smoothing": label_smoothing, "z_loss": z_loss}
-        # Layers that something was put around, or that are split, give logits only; and a compiled graph drops no rows.
-        is_whole = isinstance(self.lm_head, TriptychTokenProjection) and self.tp_size is None
-        if labels is None or wants_logits or not is_whole or is_tracing(hidden_states):
+        if labels is None or self.gives_logits(output_logits) or is_tracing(hidden_states):
             logits = self.project(self.to_table(hidden_states))
             return None if labels is None else cross_entropy(logits, labels, **options), logits
         if labels.shape != hidden_states.shape[:-1]:

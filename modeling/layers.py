@@ -16,6 +16,7 @@ from .configuration_triptych import TriptychStackConfig
 from .dropout import TriptychDropout
 from .linear_attention import TriptychLinearAttention
 from .norms import build_norm
+from .unpadding import Places
 
 
 class TriptychMLP(nn.Module):
@@ -113,6 +114,8 @@ class TriptychLayer(GradientCheckpointingLayer):
         cache: Cache | None = None,
         layer_idx: int | None = None,
         is_causal: bool | None = None,
+        rows: Places | None = None,
+        encoder_rows: Places | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]; see `TriptychAttention` for the arguments. What needs a gradient comes by position,
@@ -128,6 +131,7 @@ class TriptychLayer(GradientCheckpointingLayer):
                 cache=cache.self_attention_cache if is_pair else cache,
                 layer_idx=layer_idx,
                 is_causal=is_causal,
+                rows=rows,
                 **kwargs,
             )
             return output
@@ -139,6 +143,8 @@ class TriptychLayer(GradientCheckpointingLayer):
                 attention_mask=encoder_attention_mask,
                 cache=cache if is_pair else None,
                 layer_idx=layer_idx,
+                rows=rows,
+                encoder_rows=encoder_rows,
             )
             return output
 

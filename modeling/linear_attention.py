@@ -35,6 +35,7 @@ from .attention import TriptychAttention
 from .banded import has_inner_pads, move_to_end
 from .configuration_triptych import STATE_LAYER_TYPE, TriptychStackConfig
 from .norms import build_norm
+from .unpadding import Places, lay
 
 CHUNK_SIZE = 64  # tokens; measured best on a CPU, of 32, 64 and 128, with heads of 64
 
@@ -232,6 +233,8 @@ class TriptychLinearAttention(TriptychAttention):
         cache: Cache | None = None,
         layer_idx: int | None = None,
         is_causal: bool | None = None,
+        rows: Places | None = None,
+        encoder_rows: Places | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         """Attention output [B, T, D]; the arguments are those of `TriptychAttention`.
@@ -243,15 +246,16 @@ class TriptychLinearAttention(TriptychAttention):
         layer_idx = self.layer_idx if layer_idx is None else layer_idx
         is_causal = self.is_causal if is_causal is None else is_causal
         if self.is_cross_attention:
-            query = self.q_features(self.positioned(self.q_proj(hidden_states), "q_norm"))
-            output = exact(query) @ self.memory_state(encoder_hidden_states, text, cache, layer_idx)
+            query = self.q_features(self.positioned(lay(self.q_proj(hidden_states), rows), "q_norm"))
+            output = exact(query) @ self.memory_state(encoder_hidden_states, text, cache, layer_idx, encoder_rows)
         else:
             layer = None if cache is None else state_layer(cache, layer_idx)
-            output = self.read(hidden_states, text, position_embeddings, layer, is_causal)
+            output = self.read(hidden_states, text, position_embeddings, layer, is_causal, rows)
         if self.is_normalised:
             # Where nothing was read, both are zero.
             output = output[..., :-1] / output[..., -1:].clamp(min=1e-20)
         output = output.to(hidden_states.dtype).transpose(1, 2)  # [B, T, H, d]
+        output = output if rows is None else rows.take(output)
         if not self.is_normalised:
             output = self.o_norm(output)
         output = output.flatten(-2)
@@ -266,9 +270,10 @@ class TriptychLinearAttention(TriptychAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         layer: "TriptychStateLayer | None",
         is_causal: bool,
+        rows: Places | None,
     ) -> torch.Tensor:
         """What each token reads of its own text: [B, H, T, d], with the sum of weights as a last column if any."""
-        projected = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        projected = [lay(proj(hidden_states), rows) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         past = tail = None
         if hasattr(self, "conv"):
             past = None if layer is None else layer.tail()
@@ -276,7 +281,7 @@ class TriptychLinearAttention(TriptychAttention):
             filtered, tail = self.conv(joined, text, past, is_causal)
             projected = F.silu(filtered).split([states.shape[-1] for states in projected], dim=-1)
         query = self.q_features(self.positioned(projected[0], "q_norm", position_embeddings))
-        inputs = query, *self.written(hidden_states, *projected[1:], text, position_embeddings)
+        inputs = query, *self.written(hidden_states, *projected[1:], text, position_embeddings, rows)
         state = None if layer is None else layer.state()
         output, new_state = linear_attention(*inputs, state, text.documents)
         if not is_causal:
@@ -305,6 +310,7 @@ class TriptychLinearAttention(TriptychAttention):
         value: torch.Tensor,
         text: Text,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rows: Places | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What the tokens of `memory` [B, T, D] add to a state: keys [B, H, T, f], values, log decays and strengths.
 
@@ -318,35 +324,43 @@ class TriptychLinearAttention(TriptychAttention):
             value = F.pad(value, (0, 1), value=1.0)
         log_decay = strength = None
         if not self.is_cross_attention:
-            log_decay = self.log_decay(memory)
+            log_decay = self.log_decay(memory, rows)
         if hasattr(self, "strength_proj"):
-            strength = exact(self.strength_proj(memory)).sigmoid().transpose(1, 2)
+            strength = lay(exact(self.strength_proj(memory)).sigmoid(), rows).transpose(1, 2)
         if text.padding is not None:
             real = text.padding[:, None]
             key = key * real[..., None]
             log_decay, strength = (None if states is None else states * real for states in (log_decay, strength))
         return key, value, log_decay, strength
 
-    def log_decay(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    def log_decay(self, hidden_states: torch.Tensor, rows: Places | None) -> torch.Tensor | None:
         """log a [B, H, T]: by the token, -rate softplus(W x + bias); or a = 1 - 2^(-5 - h) of head h."""
         kind = self.config.linear_decay
         if kind == "none":
             return None
         if kind == "gated":
             # Contiguous, as torch 2.13 traces the gradient of softplus with the strides of another layout.
-            gate = (exact(self.decay_proj(hidden_states)) + exact(self.decay_bias)).transpose(1, 2).contiguous()
+            gate = lay(exact(self.decay_proj(hidden_states)) + exact(self.decay_bias), rows)
+            gate = gate.transpose(1, 2).contiguous()
             return -exact(self.decay_rate).exp()[:, None] * F.softplus(gate)
         heads = torch.arange(self.config.num_attention_heads, device=hidden_states.device)
         decay = torch.log1p(-(2.0 ** (-5.0 - heads)))
-        return decay[None, :, None].expand(len(hidden_states), -1, hidden_states.shape[1])
+        batch_size, length = hidden_states.shape[:2] if rows is None else rows.shape
+        return decay[None, :, None].expand(batch_size, -1, length)
 
     def memory_state(
-        self, memory: torch.Tensor, text: Text, cache: EncoderDecoderCache | None, layer_idx: int
+        self,
+        memory: torch.Tensor,
+        text: Text,
+        cache: EncoderDecoderCache | None,
+        layer_idx: int,
+        rows: Places | None,
     ) -> torch.Tensor:
         """The state [B, H, f, d] that the encoder's tokens leave, which stays the same for the whole generation."""
         if cache is not None and cache.is_updated.get(layer_idx):
             return cache.cross_attention_cache.layers[layer_idx].keys
-        written = self.written(memory, self.k_proj(memory), self.v_proj(memory), text)
+        key, value = lay(self.k_proj(memory), rows), lay(self.v_proj(memory), rows)
+        written = self.written(memory, key, value, text, rows=rows)
         _, state = linear_attention(written[0], *written)
         if cache is not None:
             cache.cross_attention_cache.update(state, state[..., :0], layer_idx)

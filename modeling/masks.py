@@ -29,6 +29,7 @@ from transformers.utils.import_utils import is_tracing
 from .banded import RandomBlocks, Reach
 from .configuration_triptych import TriptychStackConfig
 from .linear_attention import Text
+from .unpadding import Places, find_places
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Layout:
 
     query_slots: torch.Tensor  # [T]
     position_ids: torch.Tensor  # [B or 1, T] of the queries
+    batch_size: int
     padding: torch.Tensor | None = None  # [B, S] True on real tokens
     documents: torch.Tensor | None = None  # [B, S] equal within a document
     ranks: torch.Tensor | None = None  # [B, S]
@@ -51,6 +53,10 @@ class Layout:
     global_tokens: torch.Tensor | None = None  # [B, S] True on tokens that see all and are seen by all
     max_global_tokens: int | None = None  # their number in a row, where it is known without looking
     is_in_order: bool = True  # False where `ranks` are positions of the caller's own choice
+
+    @property
+    def length(self) -> int:
+        return len(self.query_slots)
 
     def rank(self, batch: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return slot if self.ranks is None else self.ranks[batch, slot]
@@ -72,7 +78,7 @@ class Layout:
 
     def text_length(self, batch: torch.Tensor, slot: torch.Tensor) -> torch.Tensor | int:
         """Real tokens of the document that a slot belongs to; see `mark_patterns`."""
-        return len(self.query_slots) if self.lengths is None else self.lengths[batch, slot]
+        return self.length if self.lengths is None else self.lengths[batch, slot]
 
     def key_positions(self, length: int, offset: int) -> torch.Tensor:
         """Positions [B or 1, length] of the key slots from `offset` on, for biases on distances."""
@@ -80,9 +86,34 @@ class Layout:
             return (torch.arange(length, device=self.query_slots.device) + offset)[None]
         return self.covering(offset + length).ranks[:, offset : offset + length]
 
+    def unpadded(self, is_causal: bool) -> tuple["Layout", Places, Places]:
+        """The layout of rows that end with their pads, and the places of real tokens in these rows and in those."""
+        places, rows = find_places(self.padding)
+        batch_size, width = rows.shape
+        # Nothing looks ahead to pads at the end, unless it reads both ways.
+        hides_pads = is_causal and self.prefix is None and self.lengths is None
+        is_full = len(rows.index) == batch_size * width
+        padding = None if hides_pads or is_full else rows.put(places.take(self.padding))
+
+        def move(table: torch.Tensor | None) -> torch.Tensor | None:
+            return None if table is None else rows.put(places.take(table))
+
+        layout = replace(
+            self,
+            query_slots=self.query_slots[:width],
+            position_ids=move(self.position_ids),
+            padding=padding,
+            documents=move(self.documents),
+            ranks=None if self.documents is None and self.is_in_order else move(self.ranks),
+            prefix=move(self.prefix),
+            lengths=None if self.lengths is None else move(self.lengths).clamp(min=1),  # random blocks divide by it
+            global_tokens=move(self.global_tokens),
+        )
+        return layout, places, rows
+
 
 def read_layout(
-    hidden_states: torch.Tensor,
+    tokens: torch.Tensor,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
@@ -90,21 +121,21 @@ def read_layout(
     cache: Cache | None,
     token_type_ids: torch.Tensor | None = None,
 ) -> Layout:
-    """Reads the layout of `hidden_states` [B, T, D] from what the caller gave, and fills in `position_ids`.
+    """Reads the layout of `tokens` [B, T, ...] from what the caller gave, and fills in `position_ids`.
 
     Raises:
         ValueError: an input has the wrong shape, or cannot be combined with what the cache already holds.
     """
-    batch_size, length = hidden_states.shape[:2]
-    device = hidden_states.device
+    batch_size, length = tokens.shape[:2]
+    device = tokens.device
     by_token = dict(position_ids=position_ids, seq_idx=seq_idx, token_type_ids=token_type_ids)
     check_shapes(batch_size, length, by_token, prefix_length)
     if isinstance(cache, PagedAttentionCache):  # continuous batching plans its own masks and positions
-        return Layout(torch.arange(length, device=device), position_ids, custom=attention_mask)
+        return Layout(torch.arange(length, device=device), position_ids, batch_size, custom=attention_mask)
     past = cache.get_seq_length() if cache is not None else 0
     query_slots = torch.arange(length, device=device) + past
     # A static cache counts in a tensor, which a compiled graph must not read: there, nothing is known of the past.
-    known_past = past if isinstance(past, int) else None if is_tracing(hidden_states) else int(past)
+    known_past = past if isinstance(past, int) else None if is_tracing(tokens) else int(past)
 
     padding = custom = None
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -126,18 +157,17 @@ def read_layout(
         ranks, is_continuable, is_in_order = position_ids.to(device).expand(batch_size, -1), False, False
     remember(cache, known_past, is_continuable)
     position_ids = position_ids.to(device)
-    return Layout(query_slots, position_ids, padding, documents, ranks, prefix, custom, is_in_order=is_in_order)
+    tables = dict(padding=padding, documents=documents, ranks=ranks, prefix=prefix, custom=custom)
+    return Layout(query_slots, position_ids, batch_size, **tables, is_in_order=is_in_order)
 
 
-def read_targets(
-    layout: Layout, perm_mask: torch.Tensor | None, target_mapping: torch.Tensor | None, batch_size: int
-) -> torch.Tensor:
+def read_targets(layout: Layout, perm_mask: torch.Tensor | None, target_mapping: torch.Tensor | None) -> torch.Tensor:
     """The slot [B, P] that each one-hot row of `target_mapping` [B, P, T] names; a row of zeros names slot 0.
 
     Raises:
         ValueError: an input has the wrong shape, a row is not one-hot, or the layout leaves no room for permutations.
     """
-    length = len(layout.query_slots)
+    batch_size, length = layout.batch_size, layout.length
     if layout.custom is not None:
         raise ValueError("`perm_mask` and `target_mapping` cannot be combined with a 4D `attention_mask`.")
     if perm_mask is not None and tuple(perm_mask.shape) != (batch_size, length, length):
@@ -176,6 +206,7 @@ def two_streams(layout: Layout, perm_mask: torch.Tensor | None, targets: torch.T
     return Layout(
         query_slots=torch.arange(length + queries, device=slots.device),
         position_ids=stand(layout.position_ids),
+        batch_size=batch_size,
         padding=None if layout.padding is None else F.pad(layout.padding, (0, queries), value=True),
         documents=stand(layout.documents),
         ranks=slots if layout.ranks is None else stand(layout.ranks),
@@ -309,9 +340,7 @@ def rank_tokens(padding: torch.Tensor | None, documents: torch.Tensor | None) ->
     return ranks
 
 
-def mark_patterns(
-    layout: Layout, config: TriptychStackConfig, global_attention_mask: torch.Tensor | None, batch_size: int
-):
+def mark_patterns(layout: Layout, config: TriptychStackConfig, global_attention_mask: torch.Tensor | None):
     """Adds to a layout what sparse patterns ask for: global tokens, and the lengths of texts for random blocks.
 
     Global are the first `num_global_tokens` real ones of each document, and those that the caller names.
@@ -322,12 +351,12 @@ def mark_patterns(
     chosen = None
     if num_global_tokens:
         # A compiled step, which knows no past, asks for slots behind its table; those are not global.
-        slots = max(num_global_tokens, len(layout.query_slots))
+        slots = max(num_global_tokens, layout.length)
         ranks = torch.arange(slots, device=layout.query_slots.device)[None] if layout.ranks is None else layout.ranks
-        chosen = (ranks < num_global_tokens).expand(batch_size, -1)
+        chosen = (ranks < num_global_tokens).expand(layout.batch_size, -1)
     if global_attention_mask is not None:
-        check_shapes(batch_size, len(layout.query_slots), {"global_attention_mask": global_attention_mask}, None)
-        named = global_attention_mask.to(layout.query_slots.device, torch.bool).expand(batch_size, -1)
+        check_shapes(layout.batch_size, layout.length, {"global_attention_mask": global_attention_mask}, None)
+        named = global_attention_mask.to(layout.query_slots.device, torch.bool).expand(layout.batch_size, -1)
         chosen = named if chosen is None else chosen[:, : named.shape[1]] | named
     if chosen is not None and layout.padding is not None:
         chosen = chosen & layout.padding
@@ -444,11 +473,11 @@ def permutation_rule(sees: Callable, layout: Layout) -> Callable:
 
 def self_attention_mask(
     config: TriptychStackConfig,
-    hidden_states: torch.Tensor,
     layout: Layout,
     layer_idx: int,
     is_causal: bool,
     cache: Cache | None,
+    dtype: torch.dtype,
 ):
     """The backend's mask for a layer and its kind, over key slots `offset` to `offset + length` as the cache has them.
 
@@ -456,7 +485,7 @@ def self_attention_mask(
         The mask, and (length, offset) of the keys.
     """
     kind = layer_type, _ = config.layer_kind(layer_idx)
-    query_length = hidden_states.shape[1]
+    query_length = layout.length
     if layer_type == "linear_attention":
         return read_text(layout, cache), (query_length, 0)
     if isinstance(cache, PagedAttentionCache):
@@ -474,7 +503,7 @@ def self_attention_mask(
         key_length, key_offset, query_offset = query_length, 0, 0
     keys = (key_length, key_offset)
     if layout.custom is not None:
-        return check_custom(layout.custom, hidden_states, config, key_length), keys
+        return check_custom(layout.custom, layout, config, key_length, dtype), keys
 
     sees, reach = visibility(config, layout.covering(key_offset + key_length), kind, is_causal)
     if cache_says(cache, layer_idx, "is_sliding"):
@@ -483,9 +512,9 @@ def self_attention_mask(
     is_plain = is_plain_pattern(layout) and not config.is_sparse(kind)
     is_static = cache_says(cache, layer_idx, "is_compileable")  # all its slots are there from the start
     is_compiled_step = is_static and query_length == 1
-    refuse_on_flash(config, layout, kind, hidden_states.shape[0])
+    refuse_on_flash(config, layout, kind)
     mask = backend_mask_function(config)(
-        batch_size=hidden_states.shape[0],
+        batch_size=layout.batch_size,
         q_length=query_length,
         kv_length=key_length,
         q_offset=query_offset,
@@ -496,9 +525,9 @@ def self_attention_mask(
         allow_is_causal_skip=is_causal and is_plain and not is_compiled_step,
         allow_is_bidirectional_skip=not is_causal and is_plain,
         reach=None if is_static else reach,
-        dtype=hidden_states.dtype,
+        dtype=dtype,
         config=config,
-        device=hidden_states.device,
+        device=layout.query_slots.device,
     )
     return mask, keys
 
@@ -531,28 +560,26 @@ def read_text(layout: Layout, cache: Cache | None) -> Text:
 
 def cross_attention_mask(
     config: TriptychStackConfig,
-    hidden_states: torch.Tensor,
-    encoder_hidden_states: torch.Tensor,
-    encoder_attention_mask: torch.Tensor | None,
-    query_documents: torch.Tensor | None,
+    layout: Layout,
+    key_length: int,
+    padding: torch.Tensor | None,
     key_documents: torch.Tensor | None,
+    dtype: torch.dtype,
 ):
-    """The backend's mask between decoder tokens [B, T] and encoder tokens [B, S]; packed pairs meet only each other."""
-    batch_size, key_length = encoder_hidden_states.shape[:2]
-    padding = encoder_attention_mask
+    """The backend's mask between decoder tokens [B, T] and encoder tokens [B, S]; packed pairs meet only each other.
+
+    Args:
+        padding: [B, S], True on real tokens of the encoder; or the caller's 4D mask.
+        key_documents: [B, S], of the encoder's tokens.
+    """
     if config.linear_cross_attention and (key_documents is not None or (padding is not None and padding.ndim == 4)):
         raise ValueError(
             "`linear_cross_attention` is True, which cannot do packed documents or a 4D `encoder_attention_mask`: it "
             "knows no pairs of tokens."
         )
     if padding is not None and padding.ndim == 4:
-        return check_custom(padding, hidden_states, config, key_length)
-    if padding is not None:
-        if tuple(padding.shape) != (batch_size, key_length):
-            raise ValueError(
-                f"`encoder_attention_mask` has shape {list(padding.shape)}, but must be {[batch_size, key_length]}."
-            )
-        padding = padding.to(device=hidden_states.device, dtype=torch.bool)
+        return check_custom(padding, layout, config, key_length, dtype)
+    query_documents = layout.documents
     if (query_documents is None) != (key_documents is None):
         raise ValueError("Packed documents must be packed alike in the encoder and the decoder, but only one side is.")
     if config.linear_cross_attention:
@@ -561,16 +588,16 @@ def cross_attention_mask(
     if query_documents is not None:
         sees = and_masks(sees, document_rule(query_documents, key_documents))
     return backend_mask_function(config)(
-        batch_size=batch_size,
-        q_length=hidden_states.shape[1],
+        batch_size=layout.batch_size,
+        q_length=layout.length,
         kv_length=key_length,
         mask_function=sees,
         attention_mask=padding,
         allow_is_causal_skip=False,
         allow_is_bidirectional_skip=query_documents is None,
-        dtype=hidden_states.dtype,
+        dtype=dtype,
         config=config,
-        device=hidden_states.device,
+        device=layout.query_slots.device,
     )
 
 
@@ -586,7 +613,7 @@ def backend_mask_function(config: TriptychStackConfig) -> Callable:
     return ALL_MASK_ATTENTION_FUNCTIONS[name]
 
 
-def refuse_on_flash(config: TriptychStackConfig, layout: Layout, kind: tuple[str, int], batch_size: int):
+def refuse_on_flash(config: TriptychStackConfig, layout: Layout, kind: tuple[str, int]):
     """Flash attention reads padding, windows and rows of packed documents, and would ignore any other rule."""
     if not is_flash_attention_requested(config):
         return
@@ -597,22 +624,32 @@ def refuse_on_flash(config: TriptychStackConfig, layout: Layout, kind: tuple[str
             f"`attn_implementation` is {name!r}, which takes no 4D mask, no `prefix_length`, no `perm_mask`, no "
             "`target_mapping`, no global tokens, no `attention_dilation` and no `num_random_blocks`."
         )
-    if layout.documents is not None and (batch_size > 1 or layout.padding is not None):
+    if layout.documents is not None and (layout.batch_size > 1 or layout.padding is not None):
         raise ValueError(f"`attn_implementation` is {name!r}, which takes packed documents only in one unpadded row.")
 
 
-def check_custom(mask: torch.Tensor, hidden_states: torch.Tensor, config: TriptychStackConfig, key_length: int):
+def check_encoder_padding(mask: torch.Tensor | None, encoder_hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """A 2D mask as booleans [B, S], on the device of what it covers."""
+    if mask is None or mask.ndim == 4:
+        return mask
+    expected = encoder_hidden_states.shape[:2]
+    if mask.shape != expected:
+        raise ValueError(f"`encoder_attention_mask` has shape {list(mask.shape)}, but must be {list(expected)}.")
+    return mask.to(device=encoder_hidden_states.device, dtype=torch.bool)
+
+
+def check_custom(
+    mask: torch.Tensor, layout: Layout, config: TriptychStackConfig, key_length: int, dtype: torch.dtype
+) -> torch.Tensor:
     """A caller's 4D mask, boolean (True is visible) or additive, as an additive one [B or 1, H or 1, T, S]."""
-    batch_size, length = hidden_states.shape[:2]
+    batch_size, length = layout.batch_size, layout.length
     allowed = ((1, batch_size), (1, config.num_attention_heads), (length,), (key_length,))
     if mask.ndim != 4 or any(size not in sizes for size, sizes in zip(mask.shape, allowed, strict=True)):
         raise ValueError(
             f"`attention_mask` has shape {list(mask.shape)}, but must be 2D, or 4D "
             f"[{batch_size} or 1, {config.num_attention_heads} or 1, {length}, {key_length}]."
         )
-    mask = mask.to(hidden_states.device)
+    mask, lowest = mask.to(layout.query_slots.device), torch.finfo(dtype).min
     if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(
-            ~mask, torch.finfo(hidden_states.dtype).min
-        )
-    return mask.to(hidden_states.dtype).clamp(min=torch.finfo(hidden_states.dtype).min)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
+    return mask.to(dtype).clamp(min=lowest)

@@ -34,6 +34,7 @@ from .dropout import TriptychDropout
 from .layers import TriptychLayer
 from .masks import (
     Layout,
+    check_encoder_padding,
     cross_attention_mask,
     find_documents,
     mark_patterns,
@@ -46,6 +47,7 @@ from .norms import build_norm
 from .patches import TriptychPatchEmbedding
 from .positions import TriptychRelativeBias, TriptychRotaryEmbedding, alibi_bias, sinusoidal_embedding
 from .pretrained import TriptychPreTrainedModel
+from .unpadding import find_places, has_pads
 
 renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
 
@@ -104,21 +106,25 @@ class TriptychStack(TriptychPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_patches if hasattr(self, "embed_patches") else self.embed_tokens
 
+    def check_inputs(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None):
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
+        if inputs_embeds is None:
+            check_batch("input_ids", input_ids, 2)
+        else:
+            check_batch("inputs_embeds", inputs_embeds, 3)
+
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the token table [B, T, E]."""
         if self.embed_tokens is None:
             raise ValueError("`input_ids` are given, but this stack has no table of its own; give `inputs_embeds`.")
-        check_batch("input_ids", input_ids, 2)
         check_ids("input_ids", input_ids, self.embed_tokens.num_embeddings, "vocab_size")
         return self.embed_tokens(input_ids)
 
     def embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         """Token embeddings [B, T, E], scaled by sqrt(E) if the configuration says so (2017, section 3.4)."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
         if inputs_embeds is None:
             inputs_embeds = self.look_up(input_ids)
-        check_batch("inputs_embeds", inputs_embeds, 3)
         return inputs_embeds * self.config.embedding_size**0.5 if self.config.scale_embedding else inputs_embeds
 
     def add_queries(
@@ -135,7 +141,7 @@ class TriptychStack(TriptychPreTrainedModel):
         """
         if self.config.topology != "encoder":
             raise ValueError("`perm_mask` and `target_mapping` are inputs of an encoder, and this stack is a decoder.")
-        targets = read_targets(layout, perm_mask, target_mapping, len(hidden_states))
+        targets = read_targets(layout, perm_mask, target_mapping)
         if target_mapping is not None:
             if self.config.mask_token_id is None:
                 raise ValueError("`target_mapping` needs `config.mask_token_id`, which is None but must be a token id.")
@@ -171,7 +177,7 @@ class TriptychStack(TriptychPreTrainedModel):
         return hidden_states
 
     def position_bias(
-        self, hidden_states: torch.Tensor, layout: Layout, mask, keys: tuple[int, int], is_causal: bool
+        self, layout: Layout, mask, keys: tuple[int, int], is_causal: bool, dtype: torch.dtype
     ) -> torch.Tensor | None:
         """What relative and ALiBi positions add to the scores: [B, H, T, S], or those of a band, or None."""
         kind = self.config.position_embedding_type
@@ -183,12 +189,12 @@ class TriptychStack(TriptychPreTrainedModel):
                 bias = self.relative_bias(queries, keys, bidirectional=not is_causal)
             else:
                 bias = alibi_bias(queries, keys, self.config.num_attention_heads)
-            return bias.to(hidden_states.dtype)
+            return bias.to(dtype)
 
         queries, keys = layout.position_ids, layout.key_positions(*keys)
         if isinstance(mask, Band):
             return mask.bias(lambda part: between(part.at_queries(queries), part.at_keys(keys)))
-        return between(queries, keys).expand(hidden_states.shape[0], -1, -1, -1)
+        return between(queries, keys).expand(layout.batch_size, -1, -1, -1)
 
     def layer_inputs(self, hidden_states: torch.Tensor, layout: Layout, cache: Cache | None, is_causal: bool) -> list:
         """What each layer needs beside the stream: mask, bias, rotary angles, causal flag; made once for each kind."""
@@ -199,19 +205,24 @@ class TriptychStack(TriptychPreTrainedModel):
         for layer_idx, kind in enumerate(kinds):
             if kind in inputs:
                 continue
-            mask, keys = self_attention_mask(self.config, hidden_states, layout, layer_idx, is_causal, cache)
-            bias = self.position_bias(hidden_states, layout, mask, keys, is_causal)
+            mask, keys = self_attention_mask(self.config, layout, layer_idx, is_causal, cache, hidden_states.dtype)
+            bias = self.position_bias(layout, mask, keys, is_causal, hidden_states.dtype)
             hides_future = is_causal
             if layout.custom is not None and not isinstance(cache, PagedAttentionCache):
                 # The caller's own mask is the whole mask, and an additive one: it joins the bias.
                 bias = mask if bias is None else bias + mask
-                bias = bias.expand(hidden_states.shape[0], self.config.num_attention_heads, -1, -1)
+                bias = bias.expand(layout.batch_size, self.config.num_attention_heads, -1, -1)
                 mask, hides_future = None, False
             angles = None
             if position == "rotary":
                 angles = self.rotary_emb[kind[0]](hidden_states, layout.position_ids)
             inputs[kind] = bias, dict(attention_mask=mask, position_embeddings=angles, is_causal=hides_future)
         return [inputs[kind] for kind in kinds]
+
+    def records_layers(self, kwargs: dict) -> bool:
+        """Whether the caller is to have what layers write or attend to, for all tokens as they were given."""
+        flags = [f"output_{what}" for what in self._can_record_outputs]
+        return any(kwargs.get(flag, getattr(self.config, flag, False)) for flag in flags)
 
     def read(
         self,
@@ -232,25 +243,48 @@ class TriptychStack(TriptychPreTrainedModel):
         global_attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """The whole stack, from tokens [B, T] to hidden states [B, T, D], or [B, T + P, D] with a query stream."""
-        hidden_states = self.embed(input_ids, inputs_embeds)
+        """The whole stack, from tokens [B, T] to hidden states [B, T, D], or [B, T + P, D] with a query stream.
+
+        Layers are given the real tokens alone [1, N, D], unless there is a cache, a query stream, a 4D mask, a graph
+        that is compiled, or somebody who asked for what the layers write.
+        """
+        self.check_inputs(input_ids, inputs_embeds)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
         own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         types = token_type_ids if self.config.type_vocab_size else None
-        layout = read_layout(hidden_states, attention_mask, position_ids, seq_idx, prefix_length, own_cache, types)
-        mark_patterns(layout, self.config, global_attention_mask, len(hidden_states))
-        if perm_mask is not None or target_mapping is not None:
+        layout = read_layout(tokens, attention_mask, position_ids, seq_idx, prefix_length, own_cache, types)
+        mark_patterns(layout, self.config, global_attention_mask)
+        has_queries = perm_mask is not None or target_mapping is not None
+        is_free = cache is None and not has_queries and not is_tracing(tokens) and not self.records_layers(kwargs)
+        position_ids, places, rows = layout.position_ids, None, None
+        if is_free and layout.custom is None and has_pads(layout.padding):
+            layout, places, rows = layout.unpadded(is_causal)
+            input_ids, inputs_embeds, position_ids, types = (
+                None if table is None else places.take(table)
+                for table in (input_ids, inputs_embeds, position_ids, types)
+            )
+        hidden_states = self.embed(input_ids, inputs_embeds)
+        if has_queries:
             hidden_states, types, layout = self.add_queries(hidden_states, types, layout, perm_mask, target_mapping)
-        hidden_states = self.add_positions(hidden_states, layout.position_ids, types)
+            position_ids = layout.position_ids
+        hidden_states = self.add_positions(hidden_states, position_ids, types)
         inputs = self.layer_inputs(hidden_states, layout, own_cache, is_causal)
-        encoder_mask = None
+        encoder_mask = encoder_rows = None
         if encoder_hidden_states is not None:
+            key_length = encoder_hidden_states.shape[1]
+            padding = check_encoder_padding(encoder_attention_mask, encoder_hidden_states)
+            if is_free and padding is not None and padding.ndim == 2 and has_pads(padding):
+                encoder_places, encoder_rows = find_places(padding)
+                encoder_hidden_states, padding, encoder_seq_idx = (
+                    None if table is None else encoder_places.take(table)
+                    for table in (encoder_hidden_states, padding, encoder_seq_idx)
+                )
+                padding, encoder_seq_idx = (
+                    None if table is None else encoder_rows.put(table) for table in (padding, encoder_seq_idx)
+                )
+                key_length = encoder_rows.shape[1]
             encoder_mask = cross_attention_mask(
-                self.config,
-                hidden_states,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                layout.documents,
-                encoder_seq_idx,
+                self.config, layout, key_length, padding, encoder_seq_idx, hidden_states.dtype
             )
         for layer_idx, (bias, rest) in enumerate(inputs):
             layer = self.layers[0 if self.config.share_layers else layer_idx]
@@ -262,10 +296,13 @@ class TriptychStack(TriptychPreTrainedModel):
                 cache=cache,
                 layer_idx=layer_idx,
                 position_ids=layout.position_ids,
+                rows=rows,
+                encoder_rows=encoder_rows,
                 **rest,
                 **kwargs,
             )
-        return self.norm(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        return hidden_states if places is None else places.put(hidden_states)
 
 
 def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
@@ -518,6 +555,7 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
                 **dict(zip(("last_hidden_state", "hidden_states", "attentions"), encoder_outputs, strict=False))
             )
         if self.config.share_embeddings and decoder_inputs_embeds is None:
+            check_batch("decoder_input_ids", decoder_input_ids, 2)
             decoder_input_ids, decoder_inputs_embeds = None, self.encoder.look_up(decoder_input_ids)
         encoder_hidden_states = encoder_outputs.last_hidden_state
         batch_size, length = encoder_hidden_states.shape[:2]

@@ -176,10 +176,9 @@ def softmax_work(contestant: str, shape: Shape) -> Work:
     module = SimpleNamespace(training=True, is_causal=shape.is_causal, num_key_value_groups=1)
 
     def work(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        batch_size, _, length, _ = query.shape
-        slots = torch.arange(length, device=query.device)
-        hidden_states = query.new_empty(batch_size, length, 0)
-        mask, _ = self_attention_mask(config, hidden_states, Layout(slots, slots[None]), 0, shape.is_causal, cache=None)
+        slots = torch.arange(query.shape[2], device=query.device)
+        layout = Layout(slots, slots[None], batch_size=len(query))
+        mask, _ = self_attention_mask(config, layout, 0, shape.is_causal, None, query.dtype)
         scaling = shape.head_dim**-0.5
         return attention(module, query, key, value, mask, scaling=scaling, is_causal=shape.is_causal)[0]
 

@@ -60,7 +60,7 @@ class AttentionTransfer:
         for name, module in layers.items():
             theirs[name].register_forward_hook(partial(self._remember, name))
             module.register_forward_pre_hook(partial(self._give, name))
-            module.register_forward_hook(partial(self._compare, name))
+            module.register_forward_hook(partial(self._compare, name), with_kwargs=True)
         student.register_forward_pre_hook(self._run_teacher, with_kwargs=True)
         student.register_forward_hook(self._replace_loss, with_kwargs=True)
 
@@ -70,7 +70,8 @@ class AttentionTransfer:
             mask = inputs.get("attention_mask")
             self.real = torch.ones_like(inputs["input_ids"]) if mask is None else mask
             self.error = torch.zeros((), device=self.real.device)
-            self.teacher.base_model.to(self.real.device)(**{name: inputs[name] for name in inputs if name in TEXT})
+            text = {name: inputs[name] for name in inputs if name in TEXT}
+            self.teacher.base_model.to(self.real.device)(**text, use_cache=False)
 
     def _remember(self, name: str, module: nn.Module, args: tuple, output: tuple[Tensor, Tensor | None]) -> None:
         self.seen[name].append((args[0], output[0]))
@@ -80,13 +81,13 @@ class AttentionTransfer:
         return (self.seen[name][0][0], *args[1:]) if module.training else None
 
     def _compare(
-        self, name: str, module: nn.Module, args: tuple, output: tuple[Tensor, None]
+        self, name: str, module: nn.Module, args: tuple, options: dict[str, Any], output: tuple[Tensor, None]
     ) -> tuple[Tensor, None] | None:
         if not module.training:
             return None
         _, expected = self.seen[name].pop(0)
-        errors = (output[0] - expected).float().square().mean(-1)  # [B, T]
-        self.error = self.error + (errors * self.real).sum()
+        errors = (output[0] - expected).float().square().mean(-1)  # [B, T], or [1, N] of real tokens alone
+        self.error = self.error + (errors if options["rows"] else errors * self.real).sum()
         return expected, None
 
     def _replace_loss(self, student: nn.Module, args: tuple, inputs: dict[str, Any], output: Any) -> Any:

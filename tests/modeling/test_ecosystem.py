@@ -104,7 +104,9 @@ def test_lora_trains_saves_and_merges(tmp_path, topology):
         assert not torch.allclose(plain, trained, atol=1e-3)
         adapted.save_pretrained(tmp_path / "adapter")
         loaded = peft.PeftModel.from_pretrained(tiny_model(topology), tmp_path / "adapter").eval()
-        assert torch.equal(trained, loaded(**batch).logits)
+        # What stands at pads depends on whether there is a cache, which Trainer turns off.
+        real = batch["labels"] != -100
+        assert torch.equal(trained[real], loaded(**batch).logits[real])
         merged = adapted.merge_and_unload()
         assert torch.allclose(trained, merged(**batch).logits, atol=1e-4)
 
@@ -140,7 +142,9 @@ def test_compile_has_no_graph_break(tmp_path, topology, changes):
     # The tracing is what could break; generating machine code for it takes longer and is tested in the slow suite.
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     output = compiled(**batch)
-    assert torch.allclose(output.logits, expected.logits, atol=1e-5)
+    real = batch["labels"] != -100  # a compiled graph computes pads, too
+    assert torch.allclose(output.logits[real], expected.logits[real], atol=1e-5)
+    assert torch.allclose(output.loss, expected.loss, atol=1e-5)
     model.train()
     compiled(**batch).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
