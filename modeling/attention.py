@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.integrations.flex_attention import flex_attention_forward as transformers_flex_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as transformers_sdpa_attention
 from transformers.modeling_utils import AttentionInterface
-from transformers.utils.import_utils import is_torchdynamo_compiling
+from transformers.utils.import_utils import is_torchdynamo_compiling, is_tracing
 
 from .configuration_triptych import TriptychStackConfig
 from .dropout import apply_dropout
@@ -35,19 +36,50 @@ def eager_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(Q K^T / sqrt(d) + bias) V (Vaswani et al. 2017, equation 1), the plain form every backend must equal.
 
-    `attention_mask` [B, 1, T, S] and `position_bias` [B, H, T, S] are additive.
+    `attention_mask` [B, 1, T, S] is additive, or boolean with True where a key is visible; `position_bias`
+    [B, H, T, S] is additive.
     """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     # Half precision would overflow when a bias meets the lowest value, which stands for "invisible".
-    scores = (query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
+    scores = (query * scaling @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32))
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is not None:
-        scores = scores + attention_mask
+        is_boolean = attention_mask.dtype == torch.bool
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~attention_mask, lowest) if is_boolean else scores + attention_mask
     weights = scores.softmax(dim=-1).to(query.dtype)
     weights = apply_dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def has_plain_form_only(query: torch.Tensor, dropout: float) -> bool:
+    """Whether torch's sdpa has no kernel but the plain form, in more steps and with slower dropout than ours."""
+    return dropout > 0 and query.device.type == "cpu" and not is_tracing(query)
+
+
+def sdpa_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """transformers' sdpa, where torch has a kernel for it; else the plain form."""
+    if not has_plain_form_only(query, dropout):
+        return transformers_sdpa_attention(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+    length, key_length = query.shape[2], key.shape[2]
+    if attention_mask is None and is_causal and length > 1:
+        attention_mask = torch.ones(length, key_length, dtype=torch.bool).tril()
+    return eager_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)[0], None
 
 
 def flex_attention_forward(
@@ -70,8 +102,9 @@ def flex_attention_forward(
         return transformers_flex_attention(module, query, key, value, *args, **kwargs)
 
 
-# transformers' registry, whatever anyone adds to it, with this file's own form of one entry.
+# transformers' registry, whatever anyone adds to it, with this file's own form of two entries.
 ALL_ATTENTION_FUNCTIONS = AttentionInterface()
+ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
 ALL_ATTENTION_FUNCTIONS["flex_attention"] = flex_attention_forward
 
 

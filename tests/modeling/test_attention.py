@@ -27,6 +27,7 @@ from tiny import (
 )
 from torch.nn import functional as F
 
+import triptych.attention
 from triptych import TriptychForCausalLM, TriptychForMaskedLM
 from triptych.attention import TriptychAttention
 
@@ -97,6 +98,24 @@ def test_backends_equal_eager_and_unpadded(topology, position, layers, side):
         model = tiny_model(topology, backend, **options)
         assert_equal(texts.alone(model), expected, what=f"{backend} and eager, alone")
         assert_equal(texts.together(model), expected, what=f"{backend}, padded and alone")
+        assert_equal_gradients(gradients(model, text_loss(model, texts)), expected_gradients)
+
+
+@pytest.mark.parametrize("layers", ["full", "sliding", "global", "dilated"])
+@pytest.mark.parametrize("position", ["rotary", "alibi"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_dropout_falls_on_every_weight_once(monkeypatch, topology, position, layers):
+    """Every backend drops attention weights out by the same way, here one that halves them."""
+    monkeypatch.setattr(triptych.attention, "apply_dropout", lambda weights, p, training: weights * p)
+    options = dict(position_embedding_type=position, attention_dropout=0.5, **LAYERS[layers])
+    texts = Ragged(topology, "left", lengths=(140, 135, 128), target_lengths=(4, 6, 5))
+    plain = tiny_model(topology, "eager", **options)
+    undropped = texts.together(plain)
+    expected, expected_gradients = texts.together(plain.train()), gradients(plain, text_loss(plain, texts))
+    assert (expected - undropped).abs().max() > 0.1
+    for backend in ("sdpa", "banded"):
+        model = tiny_model(topology, backend, **options).train()
+        assert_equal(texts.together(model), expected, what=backend)
         assert_equal_gradients(gradients(model, text_loss(model, texts)), expected_gradients)
 
 
