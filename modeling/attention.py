@@ -20,6 +20,7 @@ from .configuration_triptych import TriptychStackConfig
 from .dropout import apply_dropout
 from .norms import build_norm
 from .positions import apply_rotary
+from .projections import TriptychLinear
 from .unpadding import Places, lay
 
 
@@ -134,10 +135,12 @@ class TriptychAttention(nn.Module):
         memory_size = config.cross_attention_hidden_size if is_cross_attention else config.hidden_size
         query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         biases = config.biased_projections()
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias="q" in biases)
-        self.k_proj = nn.Linear(memory_size, key_size, bias="k" in biases)
-        self.v_proj = nn.Linear(memory_size, key_size, bias="v" in biases)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias="o" in biases)
+        self.q_proj = TriptychLinear(config.hidden_size, query_size, bias="q" in biases)
+        self.k_proj = TriptychLinear(memory_size, key_size, bias="k" in biases)
+        self.v_proj = TriptychLinear(memory_size, key_size, bias="v" in biases)
+        self.o_proj = TriptychLinear(query_size, config.hidden_size, bias="o" in biases)
+        # Reading a configuration takes longer than some of the products of a small model.
+        self.has_qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = build_norm(config, self.head_dim)
             self.k_norm = build_norm(config, self.head_dim)
@@ -204,7 +207,7 @@ class TriptychAttention(nn.Module):
     ) -> torch.Tensor:
         """Projected queries or keys [B, T, heads * d] by head, normalised and rotated if so: [B, heads, T, d]."""
         states = self.heads(projected)
-        if self.config.qk_norm:
+        if self.has_qk_norm:
             states = getattr(self, norm)(states)
         return states if position_embeddings is None else apply_rotary(states, *position_embeddings)
 

@@ -19,6 +19,7 @@ from .dropout import TriptychDropout
 from .losses import IGNORE, cross_entropy, projected_cross_entropy
 from .norms import build_norm
 from .pretrained import TriptychPreTrainedModel
+from .projections import TriptychLinear
 from .stacks import TriptychDecoderModel, TriptychEncoderDecoderModel, TriptychEncoderModel
 
 BASE_MODELS = {
@@ -53,7 +54,7 @@ class TriptychPredictionHead(nn.Module):
 
     def __init__(self, config: TriptychStackConfig, size: int):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, size, bias=config.prediction_bias)
+        self.dense = TriptychLinear(config.hidden_size, size, bias=config.prediction_bias)
         self.act = ACT2FN[config.hidden_act]
         self.norm = build_norm(config, size)
 
@@ -61,7 +62,7 @@ class TriptychPredictionHead(nn.Module):
         return self.norm(self.act(self.dense(hidden_states)))
 
 
-class TriptychTokenProjection(nn.Linear):
+class TriptychTokenProjection(TriptychLinear):
     """Logits of every token of the vocabulary; or, given labels, their loss at once.
 
     The loss belongs into the module, since engines that shard weights make them whole for its forward alone.
@@ -242,7 +243,7 @@ class GenerativeHead(LanguageModelHead, GenerationMixin):
         super().__init__(config)
         stack = config.get_text_config()
         if stack.embedding_size != stack.hidden_size:
-            self.embed_out = nn.Linear(stack.hidden_size, stack.embedding_size, bias=False)
+            self.embed_out = TriptychLinear(stack.hidden_size, stack.embedding_size, bias=False)
 
     def to_table(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.embed_out(hidden_states) if hasattr(self, "embed_out") else hidden_states

@@ -16,6 +16,7 @@ from .configuration_triptych import TriptychStackConfig
 from .dropout import TriptychDropout
 from .linear_attention import TriptychLinearAttention
 from .norms import build_norm
+from .projections import TriptychLinear
 from .unpadding import Places
 
 
@@ -26,9 +27,9 @@ class TriptychMLP(nn.Module):
         super().__init__()
         self.is_gated = config.mlp_type == "gated"
         if self.is_gated:
-            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+            self.gate_proj = TriptychLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = TriptychLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = TriptychLinear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.act = ACT2FN[config.hidden_act]
         self.dropout = TriptychDropout(config.activation_dropout)
 

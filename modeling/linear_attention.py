@@ -35,6 +35,7 @@ from .attention import TriptychAttention
 from .banded import has_inner_pads, move_to_end
 from .configuration_triptych import STATE_LAYER_TYPE, TriptychStackConfig
 from .norms import build_norm
+from .projections import TriptychLinear
 from .unpadding import Places, lay
 
 CHUNK_SIZE = 64  # tokens; measured best on a CPU, of 32, 64 and 128, with heads of 64
@@ -212,16 +213,16 @@ class TriptychLinearAttention(TriptychAttention):
             channels = sum(layer.out_features for layer in (self.q_proj, self.k_proj, self.v_proj))
             self.conv = TriptychShortConvolution(channels, config.linear_conv_kernel)
         if config.linear_update == "delta":
-            self.strength_proj = nn.Linear(memory_size, heads, bias=False)
+            self.strength_proj = TriptychLinear(memory_size, heads, bias=False)
         if config.linear_decay == "gated" and not is_cross_attention:
-            self.decay_proj = nn.Linear(memory_size, heads, bias=False)
+            self.decay_proj = TriptychLinear(memory_size, heads, bias=False)
             self.decay_rate = nn.Parameter(torch.empty(heads))
             self.decay_bias = nn.Parameter(torch.empty(heads))
         self.is_normalised = config.linear_feature_map != "unit"
         if not self.is_normalised:
             self.o_norm = build_norm(config, config.head_dim)
         if config.linear_output_gate:
-            self.gate_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=False)
+            self.gate_proj = TriptychLinear(config.hidden_size, heads * config.head_dim, bias=False)
 
     def forward(
         self,

@@ -17,7 +17,6 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
-from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -47,6 +46,7 @@ from .norms import build_norm
 from .patches import TriptychPatchEmbedding
 from .positions import TriptychRelativeBias, TriptychRotaryEmbedding, alibi_bias, sinusoidal_embedding
 from .pretrained import TriptychPreTrainedModel
+from .projections import TriptychLinear
 from .unpadding import find_places, has_pads
 
 renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -87,7 +87,7 @@ class TriptychStack(TriptychPreTrainedModel):
         if config.embedding_norm:
             self.embed_norm = build_norm(config, config.embedding_size)
         if config.embedding_size != config.hidden_size:
-            self.embed_proj = nn.Linear(config.embedding_size, config.hidden_size)
+            self.embed_proj = TriptychLinear(config.embedding_size, config.hidden_size)
         self.dropout = TriptychDropout(config.hidden_dropout)
         if config.position_embedding_type == "rotary":
             settings = rope_by_layer_type(config)
@@ -96,6 +96,7 @@ class TriptychStack(TriptychPreTrainedModel):
             )
         elif config.position_embedding_type == "relative":
             self.relative_bias = TriptychRelativeBias(config)
+        self.layer_kinds = [config.layer_kind(layer_idx) for layer_idx in range(config.num_hidden_layers)]
         depth = 1 if config.share_layers else config.num_hidden_layers
         self.layers = nn.ModuleList([TriptychLayer(config, layer_idx) for layer_idx in range(depth)])
         # After a post-norm layer the stream is normalised already.
@@ -201,8 +202,8 @@ class TriptychStack(TriptychPreTrainedModel):
         position = self.config.position_embedding_type
         if isinstance(cache, PagedAttentionCache) and position in ("relative", "alibi"):
             raise ValueError(f"Continuous batching cannot add the biases of `position_embedding_type` = {position!r}.")
-        kinds, inputs = [self.config.layer_kind(layer_idx) for layer_idx in range(len(self.config.layer_types))], {}
-        for layer_idx, kind in enumerate(kinds):
+        inputs = {}
+        for layer_idx, kind in enumerate(self.layer_kinds):
             if kind in inputs:
                 continue
             mask, keys = self_attention_mask(self.config, layout, layer_idx, is_causal, cache, hidden_states.dtype)
@@ -217,7 +218,7 @@ class TriptychStack(TriptychPreTrainedModel):
             if position == "rotary":
                 angles = self.rotary_emb[kind[0]](hidden_states, layout.position_ids)
             inputs[kind] = bias, dict(attention_mask=mask, position_embeddings=angles, is_causal=hides_future)
-        return [inputs[kind] for kind in kinds]
+        return [inputs[kind] for kind in self.layer_kinds]
 
     def records_layers(self, kwargs: dict) -> bool:
         """Whether the caller is to have what layers write or attend to, for all tokens as they were given."""
@@ -287,7 +288,7 @@ class TriptychStack(TriptychPreTrainedModel):
                 self.config, layout, key_length, padding, encoder_seq_idx, hidden_states.dtype
             )
         for layer_idx, (bias, rest) in enumerate(inputs):
-            layer = self.layers[0 if self.config.share_layers else layer_idx]
+            layer = self.layers[layer_idx % len(self.layers)]  # one for all depths, if they share it
             hidden_states = layer(
                 hidden_states,
                 encoder_hidden_states,
@@ -323,7 +324,7 @@ class TriptychPooler(nn.Module):
 
     def __init__(self, config: TriptychStackConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = TriptychLinear(config.hidden_size, config.hidden_size)
         self.act = ACT2FN[config.pooler_act]
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
@@ -345,7 +346,6 @@ class TriptychEncoderModel(TriptychStack):
             self.pooler = TriptychPooler(config)
         self.post_init()
 
-    @merge_with_config_defaults
     @capture_outputs
     def forward(
         self,
@@ -428,7 +428,6 @@ class TriptychDecoderModel(TriptychStack):
         self.post_init()
 
     @renamed_cache
-    @merge_with_config_defaults
     @capture_outputs
     def forward(
         self,
@@ -467,6 +466,7 @@ class TriptychDecoderModel(TriptychStack):
                 if needs_encoder
                 else "`encoder_hidden_states` is given, but `add_cross_attention` is False."
             )
+        use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and cache is None and not self.training:
             cache = DynamicCache(config=self.config)
             if needs_encoder:  # whatever the layer types, cross-attention sees the whole encoder
