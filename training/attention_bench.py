@@ -7,14 +7,8 @@ Shapes: B batch, T tokens, H heads, d head width.
 """
 
 import math
-import multiprocessing
-import os
-import resource
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +24,7 @@ from triptych import TriptychConfig
 from triptych.attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from triptych.linear_attention import linear_attention
 from triptych.masks import Layout, self_attention_mask
+from triptych.training.measuring import device, peak_memory, run_apart, seconds_of, used_memory
 from triptych.training.memory import keep_freed_memory
 from triptych.training.plots import plot_costs
 from triptych.training.reporting import follow
@@ -80,17 +75,12 @@ def run_attention_benchmark(
         max_seconds: a round that may take longer is left out, with all longer texts, and so is what may take half of
             the memory; both are expected to grow as they last did, at first with the square of the length.
     """
-    # The server imports by a path of its own, where Python 3.11 puts the current folder, and what it has of our name.
-    os.environ["PYTHONSAFEPATH"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # so that no process need import torch anew
     for contestant in contestants:
         done: list[Cost] = []
         for length in sorted(lengths):
             if done and not is_affordable(done[-2:], length, max_seconds):
                 break
-            with ProcessPoolExecutor(1, mp_context=context) as pool:
-                done.append(pool.submit(measure, contestant, length, shape).result())
+            done.append(run_apart(measure, contestant, length, shape))
             yield done[-1]
 
 
@@ -127,34 +117,16 @@ def measure(contestant: str, length: int, shape: Shape) -> Cost:
     keep_freed_memory()
     if shape.threads:
         torch.set_num_threads(shape.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = shape.batch_size, length, shape.heads, shape.head_dim
-    states = [torch.randn(size, device=device).transpose(1, 2).requires_grad_() for _ in range(3)]
+    states = [torch.randn(size, device=device()).transpose(1, 2).requires_grad_() for _ in range(3)]
     kinds = {**dict.fromkeys(LINEAR, linear_work), **dict.fromkeys(LAYERS, layer_work)}
     work = kinds.get(contestant, softmax_work)(contestant, shape)
-    before, times = used_memory(device), []
+    before, times = used_memory(), []
     for _ in range(1 + shape.rounds):  # the first one warms up
-        started = time.perf_counter()
-        work(*states).sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
+        times.append(seconds_of(lambda: work(*states).sum().backward()))
         for tensor in states:
             tensor.grad = None
-    return Cost(contestant, length, statistics.median(times[1:]), peak_memory(device) - before)
-
-
-def used_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated()
-    return psutil.Process().memory_info().rss
-
-
-def peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes elsewhere
+    return Cost(contestant, length, statistics.median(times[1:]), peak_memory() - before)
 
 
 Work = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

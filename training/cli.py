@@ -194,22 +194,38 @@ app.add_typer(bench_app, name="bench")
 @bench_app.callback(invoke_without_command=True)
 def bench_command(
     context: typer.Context,
+    only: Annotated[
+        list[str] | None, typer.Option(help="What is done: a part of its name, such as BERT or decoding; repeatable.")
+    ] = None,
+    allocator: Annotated[
+        str,
+        typer.Option(help="'tuned' keeps freed memory, as this command does; 'default' is the C library's; 'both'."),
+    ] = "tuned",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the medians are shown.")] = 5,
+    threads: Annotated[int, typer.Option(min=0, help="Of torch; 0 is its own choice.")] = 0,
+    picture: Annotated[Path, typer.Option(help="Where to draw the ratios.")] = Path("bench.png"),
     json_lines: Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")] = False,
 ) -> None:
-    """Time the family beside transformers' models of the same shape, on this machine, in one run.
+    """Time the family beside the models of other libraries with equal weights, on this machine, in one run.
+
+    Training steps, forwards and decoding, beside transformers (BERT, ModernBERT, GPT-2, Llama, T5, BART, Marian),
+    x-transformers (where it is installed) and torch.nn: ratios, tokens a second, the share of the machine's speed of
+    matrix products, memory, and how far the outputs differ.
 
     [bold]Examples[/bold]
 
     triptych bench
 
-    triptych bench --rounds 11 --json > bench.jsonl
+    triptych bench --only GPT-2 --only Llama
+
+    triptych bench --only "training step" --allocator both --rounds 11 --json > bench.jsonl
     """
     if context.invoked_subcommand is not None:
         return
-    from triptych.training.bench import run_benchmarks, show_benchmarks
+    from triptych.training.bench import choose_allocators, choose_contests, run_benchmarks, show_benchmarks
 
-    show_benchmarks(run_benchmarks(rounds), json_lines)
+    measurements = run_benchmarks(choose_contests(only or []), rounds, choose_allocators(allocator), threads)
+    show_benchmarks(measurements, picture, json_lines)
 
 
 @bench_app.command(name="attention")

@@ -68,6 +68,28 @@ def plot_costs(costs: list, exponents: dict[str, tuple[float, float]], picture: 
     plt.close(figure)
 
 
+def plot_ratios(measurements: list, picture: Path) -> None:
+    """Draw the ratios of `bench.Measurement`s as bars, those of one peer in one colour, to a PNG file."""
+    peers = list(dict.fromkeys(row.peer for row in measurements))
+    figure, axes = plt.subplots(figsize=(10, 1.2 + 0.32 * len(measurements)), layout="constrained")
+    for peer, color in zip(peers, cycle(SCORE_COLORS)):
+        own = [(place, row.ratio) for place, row in enumerate(measurements) if row.peer == peer]
+        bars = axes.barh(*zip(*own, strict=True), color=color, label=f"beside {peer}")
+        axes.bar_label(bars, fmt="%.2f", padding=3)
+    names = [
+        f"{row.name}: {row.task}{'' if row.dtype == 'float32' else ', ' + row.dtype} ({row.allocator})"
+        for row in measurements
+    ]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=1)
+    axes.margins(x=0.1)
+    axes.set(xlabel="times as fast, with equal weights on equal batches")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.3, -0.05 - 0.6 / len(measurements)), ncols=len(peers))
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
 def _curve(rows: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:
     points = [(row["step"], row[key]) for row in rows if key in row]
     return [step for step, _ in points], [value for _, value in points]
