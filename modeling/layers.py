@@ -116,6 +116,7 @@ class TriptychLayer(GradientCheckpointingLayer):
         layer_idx: int | None = None,
         is_causal: bool | None = None,
         rows: Places | None = None,
+        cross_rows: Places | None = None,
         encoder_rows: Places | None = None,
         **kwargs,
     ) -> torch.Tensor:
@@ -144,7 +145,7 @@ class TriptychLayer(GradientCheckpointingLayer):
                 attention_mask=encoder_attention_mask,
                 cache=cache if is_pair else None,
                 layer_idx=layer_idx,
-                rows=rows,
+                rows=cross_rows,
                 encoder_rows=encoder_rows,
             )
             return output

@@ -29,7 +29,7 @@ from transformers.utils.import_utils import is_tracing
 from .banded import RandomBlocks, Reach
 from .configuration_triptych import TriptychStackConfig
 from .linear_attention import Text
-from .unpadding import Places, find_places
+from .unpadding import Places, find_places, find_rows, share_rows
 
 
 @dataclass
@@ -86,30 +86,46 @@ class Layout:
             return (torch.arange(length, device=self.query_slots.device) + offset)[None]
         return self.covering(offset + length).ranks[:, offset : offset + length]
 
-    def unpadded(self, is_causal: bool) -> tuple["Layout", Places, Places]:
-        """The layout of rows that end with their pads, and the places of real tokens in these rows and in those."""
-        places, rows = find_places(self.padding)
+    def unpadded(self, is_causal: bool, may_share: bool) -> tuple["Layout", Places, Places]:
+        """The layout of rows without pads but at the end, a text in each, and the places of tokens here and there.
+
+        Args:
+            may_share: whether short texts may share a row.
+        """
+        everything = torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.query_slots.device)
+        places = find_places(everything if self.padding is None else self.padding)
+        rows, text = find_rows(places, self.documents)
+        shared = share_rows(rows, text) if may_share else rows
+        is_shared, rows = shared is not rows, shared
         batch_size, width = rows.shape
         # Nothing looks ahead to pads at the end, unless it reads both ways.
         hides_pads = is_causal and self.prefix is None and self.lengths is None
         is_full = len(rows.index) == batch_size * width
-        padding = None if hides_pads or is_full else rows.put(places.take(self.padding))
 
         def move(table: torch.Tensor | None) -> torch.Tensor | None:
             return None if table is None else rows.put(places.take(table))
 
         layout = replace(
             self,
-            query_slots=self.query_slots[:width],
+            query_slots=torch.arange(width, device=self.query_slots.device),
             position_ids=move(self.position_ids),
-            padding=padding,
-            documents=move(self.documents),
-            ranks=None if self.documents is None and self.is_in_order else move(self.ranks),
+            batch_size=batch_size,
+            padding=None if hides_pads or is_full else move(everything),
+            documents=rows.put(text) if is_shared else None,
+            ranks=move(self.ranks) if is_shared or not self.is_in_order else None,
             prefix=move(self.prefix),
             lengths=None if self.lengths is None else move(self.lengths).clamp(min=1),  # random blocks divide by it
             global_tokens=move(self.global_tokens),
+            max_global_tokens=None if is_shared else self.max_global_tokens,
         )
         return layout, places, rows
+
+    def beside_encoder(self, places: Places) -> tuple["Layout", Places]:
+        """The layout of one row for each of an encoder's, whatever shares rows elsewhere, and the places in them."""
+        rows, _ = find_rows(places)
+        documents = None if self.documents is None else rows.put(places.take(self.documents))
+        slots = torch.arange(rows.shape[1], device=self.query_slots.device)
+        return Layout(slots, slots[None], self.batch_size, documents=documents), rows
 
 
 def read_layout(

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -47,7 +48,7 @@ from .patches import TriptychPatchEmbedding
 from .positions import TriptychRelativeBias, TriptychRotaryEmbedding, alibi_bias, sinusoidal_embedding
 from .pretrained import TriptychPreTrainedModel
 from .projections import TriptychLinear
-from .unpadding import find_places, has_pads
+from .unpadding import find_places, find_rows, has_pads
 
 renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
 
@@ -258,8 +259,9 @@ class TriptychStack(TriptychPreTrainedModel):
         has_queries = perm_mask is not None or target_mapping is not None
         is_free = cache is None and not has_queries and not is_tracing(tokens) and not self.records_layers(kwargs)
         position_ids, places, rows = layout.position_ids, None, None
-        if is_free and layout.custom is None and has_pads(layout.padding):
-            layout, places, rows = layout.unpadded(is_causal)
+        if is_free and layout.custom is None and (has_pads(layout.padding) or layout.documents is not None):
+            given_layout = layout
+            layout, places, rows = layout.unpadded(is_causal, not is_flash_attention_requested(self.config))
             input_ids, inputs_embeds, position_ids, types = (
                 None if table is None else places.take(table)
                 for table in (input_ids, inputs_embeds, position_ids, types)
@@ -270,12 +272,16 @@ class TriptychStack(TriptychPreTrainedModel):
             position_ids = layout.position_ids
         hidden_states = self.add_positions(hidden_states, position_ids, types)
         inputs = self.layer_inputs(hidden_states, layout, own_cache, is_causal)
-        encoder_mask = encoder_rows = None
+        encoder_mask = encoder_rows = cross_rows = None
         if encoder_hidden_states is not None:
             key_length = encoder_hidden_states.shape[1]
             padding = check_encoder_padding(encoder_attention_mask, encoder_hidden_states)
+            cross_layout = layout
+            if places is not None:
+                cross_layout, cross_rows = given_layout.beside_encoder(places)
             if is_free and padding is not None and padding.ndim == 2 and has_pads(padding):
-                encoder_places, encoder_rows = find_places(padding)
+                encoder_places = find_places(padding)
+                encoder_rows, _ = find_rows(encoder_places)
                 encoder_hidden_states, padding, encoder_seq_idx = (
                     None if table is None else encoder_places.take(table)
                     for table in (encoder_hidden_states, padding, encoder_seq_idx)
@@ -285,7 +291,7 @@ class TriptychStack(TriptychPreTrainedModel):
                 )
                 key_length = encoder_rows.shape[1]
             encoder_mask = cross_attention_mask(
-                self.config, layout, key_length, padding, encoder_seq_idx, hidden_states.dtype
+                self.config, cross_layout, key_length, padding, encoder_seq_idx, hidden_states.dtype
             )
         for layer_idx, (bias, rest) in enumerate(inputs):
             layer = self.layers[layer_idx % len(self.layers)]  # one for all depths, if they share it
@@ -298,6 +304,7 @@ class TriptychStack(TriptychPreTrainedModel):
                 layer_idx=layer_idx,
                 position_ids=layout.position_ids,
                 rows=rows,
+                cross_rows=cross_rows,
                 encoder_rows=encoder_rows,
                 **rest,
                 **kwargs,

@@ -7,6 +7,7 @@ belong together: it lays its projections in rows [B, W, ...] without pads but at
 takes its outputs back into the stream.
 """
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import torch
@@ -69,11 +70,50 @@ def has_pads(padding: torch.Tensor | None) -> bool:
     return padding is not None and not bool(padding.all()) and bool(padding.any())
 
 
-def find_places(padding: torch.Tensor) -> tuple[Places, Places]:
-    """Where the real tokens of `padding` [B, T] (True on them) stand, and where once pads are at the end: [B, W]."""
-    index = padding.flatten().nonzero()[:, 0]
-    counts = padding.cumsum(-1)
-    width = int(counts[:, -1].max())
-    rows = index // padding.shape[1]
-    moved = rows * width + counts.flatten()[index] - 1
-    return Places(index, tuple(padding.shape)), Places(moved, (len(padding), width))
+def find_places(padding: torch.Tensor) -> Places:
+    """Where the real tokens of `padding` [B, T], True on them, stand."""
+    return Places(padding.flatten().nonzero()[:, 0], tuple(padding.shape))
+
+
+def find_rows(places: Places, documents: torch.Tensor | None = None) -> tuple[Places, torch.Tensor]:
+    """A row of its own for each text, or each document of a row, and the number [1, N] of the one a token belongs to.
+
+    Args:
+        documents: [B, T], equal within a document; without, each of the B rows is one text.
+    """
+    text = places.index // places.shape[1]
+    if documents is not None:
+        numbers = places.take(documents)[0]
+        text = text * (numbers.max() - numbers.min() + 1) + numbers - numbers.min()
+        text = text.unique(return_inverse=True)[1]
+    lengths = text.bincount(minlength=0 if documents is not None else places.shape[0])
+    order = text.argsort(stable=True)  # tokens of one text side by side, as they came
+    starts = lengths.cumsum(0) - lengths
+    ranks = torch.empty_like(text).scatter(0, order, torch.arange(len(text), device=text.device) - starts[text[order]])
+    width = int(lengths.max())
+    return Places(text * width + ranks, (len(lengths), width)), text[None]
+
+
+def share_rows(rows: Places, text: torch.Tensor) -> Places:
+    """`rows` with several texts in one row, end to end, if at most half as many rows are left then; else as they are.
+
+    Attention costs as much for what is empty in a row as for what is not. It is dearer, though, where it has to tell
+    texts of one row apart.
+    """
+    count, width = rows.shape
+    lengths = text[0].bincount(minlength=count)
+    row_of, offset_of, left = [0] * count, [0] * count, []  # left: (places free, row), in order
+    number = 0
+    for index in lengths.argsort(descending=True).tolist():
+        length = int(lengths[index])
+        fitting = bisect_left(left, (length, -1))
+        if fitting < len(left):
+            free, row = left.pop(fitting)
+        else:
+            free, row, number = width, number, number + 1
+        row_of[index], offset_of[index] = row, width - free
+        insort(left, (free - length, row))
+    if 2 * number > count:
+        return rows
+    row_of, offset_of = (torch.tensor(table, device=text.device)[text[0]] for table in (row_of, offset_of))
+    return Places(row_of * width + offset_of + rows.index % width, (number, width))

@@ -23,7 +23,7 @@ from tiny import (
 from torch.nn import functional as F
 
 from triptych.layers import TriptychLayer, TriptychMLP
-from triptych.unpadding import Places, Put, Take, find_places
+from triptych.unpadding import Places, Put, Take, find_places, find_rows, share_rows
 
 LINEAR = {"layer_types": ["linear_attention"] * 2}
 DELTA = {
@@ -180,17 +180,68 @@ def test_targets_end_with_their_labels():
 
 
 @given(data=st.data())
-def test_places(data):
-    """Tokens come back to where they stood, and stand in rows in their order."""
-    rows = data.draw(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=4))
-    padding = torch.tensor(rows)
-    places, moved = find_places(padding)
+def test_rows_hold_texts_in_their_order(data):
+    """Tokens come back to where they stood, and stand side by side with those of their document, in order."""
+    cells = st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=5)
+    padding = torch.tensor(data.draw(cells.filter(lambda rows: any(map(any, rows)))))
+    documents = None
+    if data.draw(st.booleans()):
+        documents = torch.tensor(
+            data.draw(st.lists(st.integers(-1, 2), min_size=padding.numel(), max_size=padding.numel()))
+        )
+        documents = documents.view_as(padding)
+    places = find_places(padding)
     table = torch.arange(1.0, padding.numel() + 1).view_as(padding)
     stream = places.take(table)
     assert torch.equal(places.put(stream), table * padding)
-    for row, given_row, real in zip(moved.put(stream), table, padding, strict=True):
-        assert row.tolist() == given_row[real].tolist() + [0] * (len(row) - int(real.sum()))
-    assert torch.equal(moved.take(moved.put(stream)), stream)
+    rows, text = find_rows(places, documents)
+    texts = {}
+    for row, (values, real) in enumerate(zip(table, padding, strict=True)):
+        for slot in real.nonzero()[:, 0]:
+            number = 0 if documents is None else documents[row, slot].item()
+            texts.setdefault((row, number), []).append(values[slot].item())
+    found = [[value for value in row if value] for row in rows.put(stream).tolist()]
+    assert sorted(filter(None, found)) == sorted(texts.values())
+    assert torch.equal(rows.take(rows.put(stream)), stream)
+
+    shared = share_rows(rows, text)
+    assert shared is rows or (shared.shape[0] * 2 <= rows.shape[0] and shared.shape[1] == rows.shape[1])
+    assert torch.equal(shared.take(shared.put(stream)), stream)
+    numbers, moved = shared.put(text + 1).tolist(), shared.put(stream).tolist()
+    for of_text, row in enumerate(found):
+        if row:
+            ((place, values),) = [
+                (place, values) for place, values in enumerate(moved) if of_text + 1 in numbers[place]
+            ]
+            mine = [slot for slot, number in enumerate(numbers[place]) if number == of_text + 1]
+            assert mine == list(range(mine[0], mine[-1] + 1)) and [values[slot] for slot in mine] == row
+
+
+def test_short_texts_share_rows():
+    """One of ten and nine of at most five: five rows in place of ten; four of seven share nothing."""
+    for lengths, expected in (
+        ((10, 5, 5, 5, 5, 5, 5, 5, 5, 4), (6, 10)),
+        ((10, 2, 3, 4, 1), (2, 10)),
+        ((7,) * 4, (4, 7)),
+    ):
+        padding = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        rows = share_rows(*find_rows(find_places(padding)))
+        assert rows.shape == (expected if expected[0] * 2 <= len(lengths) else (len(lengths), max(lengths)))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_texts_that_share_rows_change_nothing(topology, stack, side):
+    lengths = dict(lengths=(12, 3, 4, 5, 2, 3), target_lengths=(9, 2, 3, 2, 3, 4))
+    texts = Ragged(topology, side, **lengths)
+    assert share_rows(*find_rows(find_places(texts.mask))).shape[0] <= 3
+    for backend in QUICK_BACKENDS:
+        model = tiny_model(topology, backend, **STACKS[stack]).double()  # the delta rule sums up in another order
+        expected, expected_gradients = answers(model, texts, output_hidden_states=True)
+        actual, actual_gradients = answers(model, texts)
+        assert_equal(actual, expected, 1e-10, what=backend)
+        assert_equal_gradients(actual_gradients, expected_gradients, 1e-9)
 
 
 def test_gradients_of_moving():
