@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward as t
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.import_utils import is_torchdynamo_compiling, is_tracing
 
+from .blockwise import blockwise_attention
 from .configuration_triptych import TriptychStackConfig
 from .dropout import apply_dropout
 from .norms import build_norm
@@ -57,7 +58,7 @@ def eager_attention_forward(
 
 
 def has_plain_form_only(query: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's sdpa has no kernel but the plain form, in more steps and with slower dropout than ours."""
+    """Whether torch's sdpa has no kernel but the plain form."""
     return dropout > 0 and query.device.type == "cpu" and not is_tracing(query)
 
 
@@ -70,17 +71,18 @@ def sdpa_attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, where torch has a kernel for it; else the plain form."""
+    """transformers' sdpa, where torch has a kernel for it; else in blocks."""
     if not has_plain_form_only(query, dropout):
-        return transformers_sdpa_attention(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
-    length, key_length = query.shape[2], key.shape[2]
-    if attention_mask is None and is_causal and length > 1:
-        attention_mask = torch.ones(length, key_length, dtype=torch.bool).tril()
-    return eager_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)[0], None
+        options = dict(is_causal=is_causal, position_bias=position_bias, **kwargs)
+        return transformers_sdpa_attention(module, query, key, value, attention_mask, dropout, scaling, **options)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    is_causal = bool(is_causal) and attention_mask is None and query.shape[2] > 1
+    output = blockwise_attention(query, key, value, attention_mask, position_bias, dropout, scaling, is_causal)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def flex_attention_forward(
@@ -200,7 +202,7 @@ class TriptychAttention(nn.Module):
 
     def heads(self, states: torch.Tensor) -> torch.Tensor:
         """[B, T, heads * d] to [B, heads, T, d]; a tensor-parallel rank holds only its own heads."""
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def positioned(
         self, projected: torch.Tensor, norm: str, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -26,7 +26,8 @@ from transformers.masking_utils import AttentionMaskInterface, bidirectional_mas
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.import_utils import is_tracing
 
-from .attention import eager_attention_forward, has_plain_form_only, sdpa_attention_forward
+from .attention import has_plain_form_only, sdpa_attention_forward
+from .blockwise import blockwise_attention
 
 BLOCK_SIZE = 128  # queries; measured best on a CPU, of 64, 128 and 256, for windows around 256 and heads of 64
 
@@ -314,7 +315,7 @@ def banded_attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, position_bias=position_bias, **kwargs
         )
-    band, options = attention_mask, {"module": module, "dropout": dropout, "scaling": scaling}
+    band, options = attention_mask, {"dropout": dropout, "scaling": scaling}
     biases = band.split(position_bias)
     blocks = take_blocks(query, band)
     contexts = take_contexts(key, band), take_contexts(value, band)
@@ -336,9 +337,8 @@ def attend(
     value: torch.Tensor,
     visible: torch.Tensor,
     bias: torch.Tensor | None,
-    module: nn.Module,
     dropout: float,
-    scaling: float | None,
+    scaling: float,
 ) -> torch.Tensor:
     """Attention [B, n, H, b, d] of each block of queries [B, n, H, b, d] over its keys and values [B, n, K, c, d].
 
@@ -354,11 +354,12 @@ def attend(
     else:
         bias = bias.unflatten(2, (-1, groups))
         mask = bias.masked_fill(~mask[:, :, None], torch.finfo(bias.dtype).min).flatten(3, 4)  # [B, n, K, G * b, c]
-    inputs = [states.flatten(0, 1) for states in (query, key, value, mask)]
+    query, key, value, mask = (states.flatten(0, 1) for states in (query, key, value, mask))
     if has_plain_form_only(query, dropout):
-        output = eager_attention_forward(module, *inputs, dropout, scaling)[0].transpose(1, 2)
-    else:
-        output = F.scaled_dot_product_attention(*inputs, dropout_p=dropout, scale=scaling)  # [B * n, K, G * b, d]
+        tables = (mask, None) if bias is None else (None, mask)
+        output = blockwise_attention(query, key, value, *tables, dropout, scaling, is_causal=False)
+    else:  # [B * n, K, G * b, d]
+        output = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scaling)
     return output.unflatten(0, (batch_size, blocks)).unflatten(3, (groups, length)).flatten(2, 3)
 
 

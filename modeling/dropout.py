@@ -4,6 +4,8 @@ There torch draws a number of 32 bits or more for each entry, one after another,
 training step. Sixteen bits decide as well, and one draw holds four of them.
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -17,12 +19,19 @@ def apply_dropout(states: torch.Tensor, p: float = 0.5, training: bool = True) -
 
     Random numbers come from torch's global generator of the device.
     """
-    if not training or not 0 < p < 1 or states.device.type != "cpu" or is_tracing(states):
-        return F.dropout(states, p, training)
-    draws = torch.empty((states.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-    draws = draws.view(torch.int16)[: states.numel()].view(states.shape)
+    if not training:
+        return states
+    if not 0 < p < 1 or states.device.type != "cpu" or is_tracing(states):
+        return F.dropout(states, p)
+    return states * draw_kept(states.shape, p).to(states.dtype).mul_(1 / (1 - p))
+
+
+def draw_kept(shape: torch.Size, p: float) -> torch.Tensor:
+    """A table of booleans on the CPU, each False with probability `p`, from torch's global generator."""
+    count = math.prod(shape)
+    draws = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     limit = min(round(p * STEPS), STEPS - 1) - STEPS // 2  # the lowest draw that keeps an entry
-    return states * (draws >= limit).to(states.dtype).mul_(1 / (1 - p))
+    return (draws.view(torch.int16)[:count] >= limit).view(shape)
 
 
 class TriptychDropout(nn.Dropout):

@@ -8,7 +8,6 @@ from typing import Unpack
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
@@ -16,6 +15,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .configuration_triptych import TriptychConfig, TriptychStackConfig
 from .dropout import TriptychDropout
+from .layers import activation
 from .losses import IGNORE, cross_entropy, projected_cross_entropy
 from .norms import build_norm
 from .pretrained import TriptychPreTrainedModel
@@ -55,7 +55,7 @@ class TriptychPredictionHead(nn.Module):
     def __init__(self, config: TriptychStackConfig, size: int):
         super().__init__()
         self.dense = TriptychLinear(config.hidden_size, size, bias=config.prediction_bias)
-        self.act = ACT2FN[config.hidden_act]
+        self.act = activation(config.hidden_act)
         self.norm = build_norm(config, size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,11 @@ from .projections import TriptychLinear
 from .unpadding import Places
 
 
+def activation(name: str) -> nn.Module:
+    """transformers' activation; of two that are one function, the one that computes it in one pass."""
+    return ACT2FN["gelu_pytorch_tanh" if name == "gelu_new" else name]
+
+
 class TriptychMLP(nn.Module):
     """FFN(x) = W_down act(W_up x) (Vaswani et al. 2017, equation 2), or gated: W_down (act(W_gate x) * W_up x)."""
 
@@ -30,7 +35,7 @@ class TriptychMLP(nn.Module):
             self.gate_proj = TriptychLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = TriptychLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = TriptychLinear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act = ACT2FN[config.hidden_act]
+        self.act = activation(config.hidden_act)
         self.dropout = TriptychDropout(config.activation_dropout)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -91,10 +96,13 @@ class TriptychLayer(GradientCheckpointingLayer):
             if isinstance(module, nn.Linear):
                 module.init_gain = residual_gain(config, name.rpartition(".")[-1])
 
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.residual_scale == 1 else self.residual_scale * x
+
     def join(self, sublayer: str, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`x` after sublayer `f`, as the drawing has it."""
         if self.norm_position == "post":
-            return getattr(self, f"{sublayer}_norm")(self.residual_scale * x + self.dropout(f(x)))
+            return getattr(self, f"{sublayer}_norm")(self.scaled(x) + self.dropout(f(x)))
         return x + self.branch(sublayer, x, f)
 
     def branch(self, sublayer: str, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -102,7 +110,7 @@ class TriptychLayer(GradientCheckpointingLayer):
         output = f(getattr(self, f"{sublayer}_norm")(x))
         if self.norm_position == "sandwich":
             output = getattr(self, f"{sublayer}_post_norm")(output)
-        return self.residual_scale * self.dropout(output)
+        return self.scaled(self.dropout(output))
 
     def forward(
         self,

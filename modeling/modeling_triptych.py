@@ -303,10 +303,10 @@ class TriptychForConditionalGeneration(GenerativeHead):
         options = take_loss_options(kwargs)
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        is_loss_only = labels is not None and not self.gives_logits(options.get("output_logits"))
-        if is_loss_only and decoder_attention_mask is None and self.config.decoder.is_causal:
-            # Behind the last label nothing is asked, and nothing before it looks there.
-            decoder_attention_mask = (labels != IGNORE).flip(1).cumsum(1).flip(1) > 0
+            may_stop = decoder_attention_mask is None and self.config.decoder.is_causal
+            if may_stop and not self.gives_logits(options.get("output_logits")):
+                # Behind the last label nothing is asked, and nothing before it looks there.
+                decoder_attention_mask = (labels != IGNORE).flip(1).cumsum(1).flip(1) > 0
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -7,7 +7,6 @@ from typing import Unpack
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_outputs import (
@@ -31,7 +30,7 @@ from .configuration_triptych import (
     rope_by_layer_type,
 )
 from .dropout import TriptychDropout
-from .layers import TriptychLayer
+from .layers import TriptychLayer, activation
 from .masks import (
     Layout,
     check_encoder_padding,
@@ -332,7 +331,7 @@ class TriptychPooler(nn.Module):
     def __init__(self, config: TriptychStackConfig):
         super().__init__()
         self.dense = TriptychLinear(config.hidden_size, config.hidden_size)
-        self.act = ACT2FN[config.pooler_act]
+        self.act = activation(config.pooler_act)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
         return self.act(self.dense(pooled))

@@ -7,6 +7,7 @@ whose peak of memory is asked for.
 Shapes: B texts, T tokens, D width.
 """
 
+import copy
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -241,6 +242,13 @@ def x_transformers_decoder() -> Pair:
     return model, peer
 
 
+def compiled_decoder() -> Pair:
+    """A decoder under torch.compile, beside itself."""
+    config = TriptychConfig(topology="decoder", **SHARED, position_embedding_type="rotary", norm_position="pre")
+    model = spread(TriptychForCausalLM(config))
+    return torch.compile(copy.deepcopy(model)), model
+
+
 def load(module: nn.Module, **tensors: torch.Tensor) -> None:
     module.load_state_dict({name: tensor.detach() for name, tensor in tensors.items()})
 
@@ -328,6 +336,11 @@ CONTESTS = (
     *(
         Contest("encoder, 6 layers of 512, half full", task, "torch.nn.TransformerEncoder", torch_encoder,
                 masked(10000, 16, 128, 0.5))
+        for task in ("training step", "forward")
+    ),
+    *(
+        Contest("decoder, 6 layers of 512, compiled", task, "itself, not compiled", compiled_decoder,
+                plain(10000, 8, 128))
         for task in ("training step", "forward")
     ),
 )  # fmt: skip

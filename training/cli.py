@@ -290,6 +290,26 @@ def bench_decoding_command(
     show_decoding_benchmark(run_decoding_benchmark(loaded, contexts), json_lines)
 
 
+@bench_app.command(name="growth")
+def bench_growth_command(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the medians are shown.")] = 3,
+    threads: Annotated[int, typer.Option(min=0, help="Of torch; 0 is its own choice.")] = 0,
+    picture: Annotated[Path, typer.Option(help="Where to draw the curves.")] = Path("growth.png"),
+    json_lines: Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")] = False,
+) -> None:
+    """What a token of a training step costs as texts, their length, layers or the vocabulary grow, on this machine.
+
+    [bold]Examples[/bold]
+
+    triptych bench growth
+
+    triptych bench growth --rounds 5 --json > growth.jsonl
+    """
+    from triptych.training.growth_bench import run_growth_benchmark, show_growth_benchmark
+
+    show_growth_benchmark(run_growth_benchmark(rounds, threads), picture, json_lines)
+
+
 def _halves(longest: int, at_least: int) -> list[int]:
     """Seven lengths, each half of the one before, as far as they are long enough."""
     return [length for length in (longest >> power for power in range(7)) if length >= at_least]

@@ -268,7 +268,7 @@ class TrainingLoop:
         sums = torch.zeros(2, device=self.accelerator.device, dtype=torch.float64)
         for batch in self.validation_loader:
             with self.accelerator.autocast():
-                loss = model(**batch, num_items_in_batch=1).loss
+                loss = model(**batch, num_items_in_batch=1, output_logits=False, use_cache=False).loss
             sums += torch.stack([loss.double(), count_items(batch).double()])
         total, items = self.accelerator.reduce(sums, "sum")
         if not torch.isfinite(total):

@@ -90,6 +90,21 @@ def plot_ratios(measurements: list, picture: Path) -> None:
     plt.close(figure)
 
 
+def plot_growth(costs: list, picture: Path) -> None:
+    """Draw microseconds a token of `growth_bench.Growth`s against what grows, a panel for each, to a PNG file."""
+    axes = list(dict.fromkeys(cost.axis for cost in costs))
+    figure, panels = plt.subplots(1, len(axes), figsize=(3.2 * len(axes), 3.4), layout="constrained", squeeze=False)
+    for panel, axis, color in zip(panels[0], axes, cycle(SCORE_COLORS)):
+        own = [(cost.value, 1e6 * cost.seconds_per_token) for cost in costs if cost.axis == axis]
+        panel.plot(*zip(*own, strict=True), color=color, marker="o", linewidth=2)
+        panel.set(xlabel=axis, xscale="log")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3, which="both")
+    panels[0, 0].set(ylabel="microseconds a token")
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
 def _curve(rows: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:
     points = [(row["step"], row[key]) for row in rows if key in row]
     return [step for step, _ in points], [value for _, value in points]

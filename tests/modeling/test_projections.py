@@ -30,25 +30,25 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1), (1, 5), (8, 8), (65,), (3, 0)])
 def test_it_is_nn_linear(calls, shape, bias):
-    layer = TriptychLinear(256, 257, bias=bias)
-    states = torch.randn(*shape, 256)
+    layer = TriptychLinear(512, 257, bias=bias)
+    states = torch.randn(*shape, 512)
     with torch.no_grad():
         output = layer(states)
     assert_equal(output, F.linear(states, layer.weight, layer.bias))
     assert output.is_contiguous()
     rows = states[..., 0].numel()
-    assert calls == ([(rows, 256)] if 0 < rows <= 64 else [])
+    assert calls == ([(rows, 512)] if 0 < rows <= 64 else [])
 
 
 def test_rows_of_any_strides(calls):
-    layer, states = TriptychLinear(256, 256), torch.randn(256, 4, 2).transpose(0, 2)
+    layer, states = TriptychLinear(512, 512), torch.randn(512, 4, 2).transpose(0, 2)
     with torch.no_grad():
         assert_equal(layer(states), F.linear(states, layer.weight, layer.bias))
     assert calls
 
 
 def test_where_more_is_asked_it_is_plain(calls):
-    layer, states = TriptychLinear(256, 256), torch.randn(2, 256)
+    layer, states = TriptychLinear(512, 512), torch.randn(2, 512)
     layer(states).sum().backward()
     assert layer.weight.grad is not None
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_weights_that_are_no_plain_tensors(calls):
     class Quantised(torch.Tensor):
         pass
 
-    layer, states = TriptychLinear(256, 256), torch.randn(2, 256)
+    layer, states = TriptychLinear(512, 512), torch.randn(2, 512)
     expected = layer(states)
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantised))
     with torch.no_grad():
