@@ -57,9 +57,11 @@ def eager_attention_forward(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def has_plain_form_only(query: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's sdpa has no kernel but the plain form."""
-    return dropout > 0 and query.device.type == "cpu" and not is_tracing(query)
+def goes_by_blocks(query: torch.Tensor, dropout: float) -> bool:
+    """Whether torch's sdpa has no kernel but the plain form, or one that is slower than blocks."""
+    if query.device.type != "cpu" or is_tracing(query):
+        return False
+    return dropout > 0 or (query.dtype.itemsize == 2 and query.requires_grad and torch.is_grad_enabled())
 
 
 def sdpa_attention_forward(
@@ -74,8 +76,8 @@ def sdpa_attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, where torch has a kernel for it; else in blocks."""
-    if not has_plain_form_only(query, dropout):
+    """transformers' sdpa, where torch has a fast kernel for it; else in blocks."""
+    if not goes_by_blocks(query, dropout):
         options = dict(is_causal=is_causal, position_bias=position_bias, **kwargs)
         return transformers_sdpa_attention(module, query, key, value, attention_mask, dropout, scaling, **options)
     groups = query.shape[1] // key.shape[1]

@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, bidirectional_mas
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.import_utils import is_tracing
 
-from .attention import has_plain_form_only, sdpa_attention_forward
+from .attention import goes_by_blocks, sdpa_attention_forward
 from .blockwise import blockwise_attention
 
 BLOCK_SIZE = 128  # queries; measured best on a CPU, of 64, 128 and 256, for windows around 256 and heads of 64
@@ -355,7 +355,7 @@ def attend(
         bias = bias.unflatten(2, (-1, groups))
         mask = bias.masked_fill(~mask[:, :, None], torch.finfo(bias.dtype).min).flatten(3, 4)  # [B, n, K, G * b, c]
     query, key, value, mask = (states.flatten(0, 1) for states in (query, key, value, mask))
-    if has_plain_form_only(query, dropout):
+    if goes_by_blocks(query, dropout):
         tables = (mask, None) if bias is None else (None, mask)
         output = blockwise_attention(query, key, value, *tables, dropout, scaling, is_causal=False)
     else:  # [B * n, K, G * b, d]

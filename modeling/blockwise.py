@@ -1,8 +1,9 @@
-"""Softmax attention with dropout on a CPU, for which torch has no kernel but the plain form.
+"""Softmax attention in training on a CPU, where torch has no kernel (with dropout) or a slow one (half precision).
 
-That writes tables of all scores to memory and reads them again, some ten times in a training step, and keeps three of
-them for the backward pass. Here a block of them is made at a time, used up while it is in the cache, and made again on
-the way back (as Dao et al. 2022, arXiv 2205.14135, do); what is kept is a bit for each weight that dropout left.
+The plain form writes tables of all scores to memory, reads them again some ten times in a training step, and keeps
+three of them for the backward pass. Here a block of them is made at a time, used up while it is in the cache, and made
+again on the way back (as Dao et al. 2022, arXiv 2205.14135, do); what is kept is a bit for each weight that dropout
+left.
 
 Shapes: B batch, T queries, S keys, H heads, d head width; b, h, t parts of B, H, T, and s of S.
 """
@@ -33,7 +34,7 @@ def blockwise_attention(
     Args:
         attention_mask: [B or 1, H or 1, T, S], additive, or boolean with True where a key is visible.
         position_bias: [B, H, T, S], added to the scores.
-        dropout: the probability of dropping a weight.
+        dropout: the probability of dropping a weight; may be 0.
         is_causal: whether query i sees no key behind i; in the place of a mask.
     """
     options = attention_mask, dropout, scaling, is_causal
@@ -46,10 +47,12 @@ class BlockwiseAttention(torch.autograd.Function):
         output, kept = torch.empty_like(query), []
         for rows, keys in blocks(query, key, is_causal):
             weights = block_weights(query, key, position_bias, attention_mask, scaling, is_causal, rows, keys)
-            kept.append(draw_kept(weights.shape, dropout))
-            weights = weights.mul_(kept[-1]).to(value.dtype)
-            output[rows] = weights @ value[keys]
-        output /= 1 - dropout
+            if dropout:
+                kept.append(draw_kept(weights.shape, dropout))
+                weights.mul_(kept[-1])
+            output[rows] = weights.to(value.dtype) @ value[keys]
+        if dropout:
+            output /= 1 - dropout
         ctx.save_for_backward(query, key, value, position_bias, attention_mask, output, *kept)
         ctx.options = dropout, scaling, is_causal
         return output
@@ -63,14 +66,16 @@ class BlockwiseAttention(torch.autograd.Function):
         grad_bias = None
         if position_bias is not None and ctx.needs_input_grad[3]:
             grad_bias = torch.zeros(position_bias.shape, dtype=position_bias.dtype)
-        for (rows, keys), left in zip(blocks(query, key, is_causal), kept, strict=True):
+        for number, (rows, keys) in enumerate(blocks(query, key, is_causal)):
             weights = block_weights(query, key, position_bias, attention_mask, scaling, is_causal, rows, keys)
             given = gradient[rows]
             # The mean of each row's gradient under its weights, which dropout does not change.
             mean = (given * output[rows]).sum(-1, keepdim=True).to(weights.dtype)
-            given = given / (1 - dropout)
-            grad_scores = (given @ value[keys].mT).to(weights.dtype).mul_(left).sub_(mean).mul_(weights)
-            grad_value[keys] += weights.mul_(left).to(value.dtype).mT @ given
+            given = given / (1 - dropout) if dropout else given
+            grad_scores = (given @ value[keys].mT).to(weights.dtype)
+            grad_scores = (grad_scores.mul_(kept[number]) if dropout else grad_scores).sub_(mean).mul_(weights)
+            weights = weights.mul_(kept[number]) if dropout else weights
+            grad_value[keys] += weights.to(value.dtype).mT @ given
             if grad_bias is not None:
                 grad_bias[(*rows, keys[2])] = grad_scores.to(grad_bias.dtype)
             grad_scores = grad_scores.mul_(scaling).to(query.dtype)

@@ -42,7 +42,7 @@ class TriptychMLP(nn.Module):
         """[B, T, D] to [B, T, D], each token by itself."""
         up = self.up_proj(hidden_states)
         inner = self.act(self.gate_proj(hidden_states)) * up if self.is_gated else self.act(up)
-        return self.down_proj(self.dropout(inner))
+        return self.down_proj(self.dropout(inner) if self.training else inner)
 
 
 def residual_gain(config: TriptychStackConfig, projection: str) -> float:
@@ -99,10 +99,13 @@ class TriptychLayer(GradientCheckpointingLayer):
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.residual_scale == 1 else self.residual_scale * x
 
+    def dropped(self, output: torch.Tensor) -> torch.Tensor:
+        return self.dropout(output) if self.training else output  # a call of a module takes its time, too
+
     def join(self, sublayer: str, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`x` after sublayer `f`, as the drawing has it."""
         if self.norm_position == "post":
-            return getattr(self, f"{sublayer}_norm")(self.scaled(x) + self.dropout(f(x)))
+            return getattr(self, f"{sublayer}_norm")(self.scaled(x) + self.dropped(f(x)))
         return x + self.branch(sublayer, x, f)
 
     def branch(self, sublayer: str, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -110,7 +113,7 @@ class TriptychLayer(GradientCheckpointingLayer):
         output = f(getattr(self, f"{sublayer}_norm")(x))
         if self.norm_position == "sandwich":
             output = getattr(self, f"{sublayer}_post_norm")(output)
-        return self.scaled(self.dropout(output))
+        return self.scaled(self.dropped(output))
 
     def forward(
         self,

@@ -29,7 +29,7 @@ from transformers.utils.import_utils import is_tracing
 from .banded import RandomBlocks, Reach
 from .configuration_triptych import TriptychStackConfig
 from .linear_attention import Text
-from .unpadding import Places, find_places, find_rows, share_rows
+from .unpadding import Places, find_places, find_rows, move, share_rows
 
 
 @dataclass
@@ -102,20 +102,18 @@ class Layout:
         hides_pads = is_causal and self.prefix is None and self.lengths is None
         is_full = len(rows.index) == batch_size * width
 
-        def move(table: torch.Tensor | None) -> torch.Tensor | None:
-            return None if table is None else rows.put(places.take(table))
-
+        moved = functools.partial(move, places=places, rows=rows)
         layout = replace(
             self,
             query_slots=torch.arange(width, device=self.query_slots.device),
-            position_ids=move(self.position_ids),
+            position_ids=moved(self.position_ids),
             batch_size=batch_size,
-            padding=None if hides_pads or is_full else move(everything),
+            padding=None if hides_pads or is_full else moved(everything),
             documents=rows.put(text) if is_shared else None,
-            ranks=move(self.ranks) if is_shared or not self.is_in_order else None,
-            prefix=move(self.prefix),
-            lengths=None if self.lengths is None else move(self.lengths).clamp(min=1),  # random blocks divide by it
-            global_tokens=move(self.global_tokens),
+            ranks=moved(self.ranks) if is_shared or not self.is_in_order else None,
+            prefix=moved(self.prefix),
+            lengths=None if self.lengths is None else moved(self.lengths).clamp(min=1),  # random blocks divide by it
+            global_tokens=moved(self.global_tokens),
             max_global_tokens=None if is_shared else self.max_global_tokens,
         )
         return layout, places, rows
@@ -123,7 +121,7 @@ class Layout:
     def beside_encoder(self, places: Places) -> tuple["Layout", Places]:
         """The layout of one row for each of an encoder's, whatever shares rows elsewhere, and the places in them."""
         rows, _ = find_rows(places)
-        documents = None if self.documents is None else rows.put(places.take(self.documents))
+        documents = move(self.documents, places, rows)
         slots = torch.arange(rows.shape[1], device=self.query_slots.device)
         return Layout(slots, slots[None], self.batch_size, documents=documents), rows
 

@@ -47,7 +47,7 @@ from .patches import TriptychPatchEmbedding
 from .positions import TriptychRelativeBias, TriptychRotaryEmbedding, alibi_bias, sinusoidal_embedding
 from .pretrained import TriptychPreTrainedModel
 from .projections import TriptychLinear
-from .unpadding import find_places, find_rows, has_pads
+from .unpadding import Places, find_places, find_rows, has_pads, move
 
 renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
 
@@ -220,6 +220,36 @@ class TriptychStack(TriptychPreTrainedModel):
             inputs[kind] = bias, dict(attention_mask=mask, position_embeddings=angles, is_causal=hides_future)
         return [inputs[kind] for kind in self.layer_kinds]
 
+    def cross_inputs(
+        self,
+        encoder_hidden_states: torch.Tensor,
+        encoder_attention_mask: torch.Tensor | None,
+        encoder_seq_idx: torch.Tensor | None,
+        layout: Layout,
+        places: Places | None,
+        may_unpad: bool,
+    ) -> tuple[torch.Tensor, dict]:
+        """The encoder's states, without pads where they may leave, and what cross-attention needs beside them.
+
+        Args:
+            layout: of the decoder's tokens as the caller gave them.
+            places: where in it those tokens stood that are left, if some are not.
+        """
+        padding = check_encoder_padding(encoder_attention_mask, encoder_hidden_states)
+        dtype, key_length, rows, encoder_rows = encoder_hidden_states.dtype, encoder_hidden_states.shape[1], None, None
+        if places is not None:
+            layout, rows = layout.beside_encoder(places)
+        if may_unpad and padding is not None and padding.ndim == 2 and has_pads(padding):
+            encoder_places = find_places(padding)
+            encoder_rows, _ = find_rows(encoder_places)
+            encoder_hidden_states = encoder_places.take(encoder_hidden_states)
+            padding, encoder_seq_idx = (
+                move(table, encoder_places, encoder_rows) for table in (padding, encoder_seq_idx)
+            )
+            key_length = encoder_rows.shape[1]
+        mask = cross_attention_mask(self.config, layout, key_length, padding, encoder_seq_idx, dtype)
+        return encoder_hidden_states, dict(encoder_attention_mask=mask, cross_rows=rows, encoder_rows=encoder_rows)
+
     def records_layers(self, kwargs: dict) -> bool:
         """Whether the caller is to have what layers write or attend to, for all tokens as they were given."""
         flags = [f"output_{what}" for what in self._can_record_outputs]
@@ -257,9 +287,8 @@ class TriptychStack(TriptychPreTrainedModel):
         mark_patterns(layout, self.config, global_attention_mask)
         has_queries = perm_mask is not None or target_mapping is not None
         is_free = cache is None and not has_queries and not is_tracing(tokens) and not self.records_layers(kwargs)
-        position_ids, places, rows = layout.position_ids, None, None
+        position_ids, given_layout, places, rows = layout.position_ids, layout, None, None
         if is_free and layout.custom is None and (has_pads(layout.padding) or layout.documents is not None):
-            given_layout = layout
             layout, places, rows = layout.unpadded(is_causal, not is_flash_attention_requested(self.config))
             input_ids, inputs_embeds, position_ids, types = (
                 None if table is None else places.take(table)
@@ -271,26 +300,10 @@ class TriptychStack(TriptychPreTrainedModel):
             position_ids = layout.position_ids
         hidden_states = self.add_positions(hidden_states, position_ids, types)
         inputs = self.layer_inputs(hidden_states, layout, own_cache, is_causal)
-        encoder_mask = encoder_rows = cross_rows = None
+        cross_inputs = {}
         if encoder_hidden_states is not None:
-            key_length = encoder_hidden_states.shape[1]
-            padding = check_encoder_padding(encoder_attention_mask, encoder_hidden_states)
-            cross_layout = layout
-            if places is not None:
-                cross_layout, cross_rows = given_layout.beside_encoder(places)
-            if is_free and padding is not None and padding.ndim == 2 and has_pads(padding):
-                encoder_places = find_places(padding)
-                encoder_rows, _ = find_rows(encoder_places)
-                encoder_hidden_states, padding, encoder_seq_idx = (
-                    None if table is None else encoder_places.take(table)
-                    for table in (encoder_hidden_states, padding, encoder_seq_idx)
-                )
-                padding, encoder_seq_idx = (
-                    None if table is None else encoder_rows.put(table) for table in (padding, encoder_seq_idx)
-                )
-                key_length = encoder_rows.shape[1]
-            encoder_mask = cross_attention_mask(
-                self.config, cross_layout, key_length, padding, encoder_seq_idx, hidden_states.dtype
+            encoder_hidden_states, cross_inputs = self.cross_inputs(
+                encoder_hidden_states, encoder_attention_mask, encoder_seq_idx, given_layout, places, is_free
             )
         for layer_idx, (bias, rest) in enumerate(inputs):
             layer = self.layers[layer_idx % len(self.layers)]  # one for all depths, if they share it
@@ -298,14 +311,12 @@ class TriptychStack(TriptychPreTrainedModel):
                 hidden_states,
                 encoder_hidden_states,
                 bias,
-                encoder_attention_mask=encoder_mask,
                 cache=cache,
                 layer_idx=layer_idx,
                 position_ids=layout.position_ids,
                 rows=rows,
-                cross_rows=cross_rows,
-                encoder_rows=encoder_rows,
                 **rest,
+                **cross_inputs,
                 **kwargs,
             )
         hidden_states = self.norm(hidden_states)

@@ -65,6 +65,11 @@ def lay(stream: torch.Tensor, rows: Places | None) -> torch.Tensor:
     return stream if rows is None else rows.put(stream)
 
 
+def move(table: torch.Tensor | None, places: Places, rows: Places) -> torch.Tensor | None:
+    """`table` of the tokens at `places`, once these stand in `rows`."""
+    return None if table is None else rows.put(places.take(table))
+
+
 def has_pads(padding: torch.Tensor | None) -> bool:
     """Whether something of `padding` [B, T] (True on real tokens) can leave, and something is left."""
     return padding is not None and not bool(padding.all()) and bool(padding.any())

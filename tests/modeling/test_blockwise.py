@@ -80,6 +80,18 @@ def test_it_is_the_formula(block_size, kept, is_causal, mask, has_bias):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
+def test_without_dropout_it_is_torchs(block_size, is_causal):
+    states = tensors(7)
+    expected = torch.nn.functional.scaled_dot_product_attention(*states, scale=0.7, is_causal=is_causal)
+    actual = blockwise_attention(*states, None, None, 0.0, 0.7, is_causal)
+    assert_equal(actual.detach(), expected.detach(), 1e-12)
+    direction = torch.randn(SIZE, dtype=torch.double)
+    gradients = (torch.autograd.grad(output, states, direction) for output in (actual, expected))
+    for one, other in zip(*gradients, strict=True):
+        assert_equal(one, other, 1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 def test_blocks_cover_every_score_once(block_size, is_causal):
     query, key, _ = tensors(7)
     seen = torch.zeros(2, 3, 7, 7, dtype=torch.long)
