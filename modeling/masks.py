@@ -157,6 +157,8 @@ def read_layout(
     elif attention_mask is not None:
         padding = attention_mask.to(device=device, dtype=torch.bool)
         check_padding(padding, batch_size, length, known_past, cache)
+        if not is_tracing(tokens) and bool(padding.all()):
+            padding = None  # a mask that hides nothing, as generate() gives one, need not be carried along
 
     documents = find_documents(position_ids, seq_idx, padding, known_past, batch_size, length)
     ranks = rank_tokens(padding, documents)

@@ -106,11 +106,13 @@ def share_rows(rows: Places, text: torch.Tensor) -> Places:
     texts of one row apart.
     """
     count, width = rows.shape
-    lengths = text[0].bincount(minlength=count)
+    if 2 * len(rows.index) > count * width:
+        return rows
+    lengths = text[0].bincount(minlength=count).tolist()
     row_of, offset_of, left = [0] * count, [0] * count, []  # left: (places free, row), in order
     number = 0
-    for index in lengths.argsort(descending=True).tolist():
-        length = int(lengths[index])
+    for index in sorted(range(count), key=lengths.__getitem__, reverse=True):
+        length = lengths[index]
         fitting = bisect_left(left, (length, -1))
         if fitting < len(left):
             free, row = left.pop(fitting)
