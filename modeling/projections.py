@@ -27,7 +27,7 @@ class TriptychLinear(nn.Linear):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         if self.in_features >= FEWEST_FEATURES and not torch.is_grad_enabled() and self.is_plain(states):
-            rows = states.flatten(0, -2)
+            rows = states.reshape(-1, states.shape[-1])
             if 0 < len(rows) <= MOST_ROWS:
                 return few_rows_linear(rows, self.weight, self.bias).view(*states.shape[:-1], -1)
         return F.linear(states, self.weight, self.bias)
@@ -37,6 +37,7 @@ class TriptychLinear(nn.Linear):
         weight = self.weight
         return (
             type(weight) is nn.Parameter
+            and weight.shape[1] == states.shape[-1]
             and weight.device.type == "cpu"
             and weight.dtype == states.dtype == torch.float32
             and not torch.is_autocast_enabled("cpu")

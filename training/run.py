@@ -363,7 +363,9 @@ def write_model(recipe: Recipe, loop: TrainingLoop, model_class: type, output: P
         load_model(model, staging / WEIGHTS)
         merge_low_rank(model)
         values = loop.evaluate(model.to(accelerator.device))
-        loop.log.say(f"mean of the checkpoints of updates {steps}: validation {show_values(values)}")
+        single = len(steps) == 1
+        what = f"the checkpoint of update {steps[0]}" if single else f"mean of the checkpoints of updates {steps}"
+        loop.log.say(f"{what}: validation {show_values(values)}")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         if recipe.low_rank.rank:

@@ -40,6 +40,15 @@ def test_it_is_nn_linear(calls, shape, bias):
     assert calls == ([(rows, 512)] if 0 < rows <= 64 else [])
 
 
+def test_a_single_vector_and_a_wrong_width(calls):
+    layer, states = TriptychLinear(512, 3), torch.randn(512)
+    with torch.no_grad():
+        assert_equal(layer(states), F.linear(states, layer.weight, layer.bias))
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            layer(torch.randn(2, 1024))
+    assert calls == [(1, 512)]
+
+
 def test_rows_of_any_strides(calls):
     layer, states = TriptychLinear(512, 512), torch.randn(512, 4, 2).transpose(0, 2)
     with torch.no_grad():
