@@ -97,8 +97,12 @@ def plot_growth(costs: list, picture: Path) -> None:
     for panel, axis, color in zip(panels[0], axes, cycle(SCORE_COLORS)):
         own = [(cost.value, 1e6 * cost.seconds_per_token) for cost in costs if cost.axis == axis]
         panel.plot(*zip(*own, strict=True), color=color, marker="o", linewidth=2)
-        panel.set(xlabel=axis, xscale="log" if axis in ("texts", "tokens") else "linear")
+        panel.set(xlabel=axis)
         panel.set_ylim(bottom=0)
+        if axis in ("texts", "tokens"):
+            panel.set(xscale="log")
+        else:  # where the cost grows along a straight line
+            panel.locator_params(axis="x", nbins=4)
         panel.grid(alpha=0.3, which="both")
     panels[0, 0].set(ylabel="microseconds a token")
     figure.savefig(picture, dpi=120)
