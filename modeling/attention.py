@@ -42,8 +42,7 @@ def eager_attention_forward(
     [B, H, T, S] is additive.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    key, value = (for_each_query_head(states, query) for states in (key, value))
     # Half precision would overflow when a bias meets the lowest value, which stands for "invisible".
     scores = (query * scaling @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32))
     if position_bias is not None:
@@ -55,6 +54,11 @@ def eager_attention_forward(
     weights = scores.softmax(dim=-1).to(query.dtype)
     weights = apply_dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def for_each_query_head(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values [B, K, S, d], each repeated for the group of query heads that it serves: [B, H, S, d]."""
+    return states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)
 
 
 def goes_by_blocks(query: torch.Tensor, dropout: float) -> bool:
@@ -80,8 +84,7 @@ def sdpa_attention_forward(
     if not goes_by_blocks(query, dropout):
         options = dict(is_causal=is_causal, position_bias=position_bias, **kwargs)
         return transformers_sdpa_attention(module, query, key, value, attention_mask, dropout, scaling, **options)
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    key, value = (for_each_query_head(states, query) for states in (key, value))
     is_causal = bool(is_causal) and attention_mask is None and query.shape[2] > 1
     output = blockwise_attention(query, key, value, attention_mask, position_bias, dropout, scaling, is_causal)
     return output.transpose(1, 2).contiguous(), None

@@ -10,7 +10,7 @@ Shapes: B texts, T tokens, D width.
 import copy
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -503,7 +503,7 @@ def compare_outputs(contest: Contest, models: Pair, batch: Batch) -> float:
     if "decoding" in contest.task:
         ours, theirs = (TASKS[contest.task](model, batch, contest)() for model in models)
         return (ours != theirs).float().mean().item()
-    single = Contest(contest.name, "forward", contest.peer, contest.pair, contest.batch)
+    single = replace(contest, dtype="float32")
     ours, theirs = (forward(model, batch, single)()[batch["labels"] != -100] for model in models)
     return (ours - theirs).abs().max().item()
 

@@ -29,6 +29,9 @@ ModelArgument = Annotated[
 ]
 BeamsOption = Annotated[int | None, typer.Option(min=1, help="Beam width; by default what the model was saved with.")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Texts at a time.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Timed rounds; the medians are shown.")]
+ThreadsOption = Annotated[int, typer.Option(min=0, help="Of torch; 0 is its own choice.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")]
 
 
 def _recipe_help() -> str:
@@ -201,10 +204,10 @@ def bench_command(
         str,
         typer.Option(help="'tuned' keeps freed memory, as this command does; 'default' is the C library's; 'both'."),
     ] = "tuned",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the medians are shown.")] = 5,
-    threads: Annotated[int, typer.Option(min=0, help="Of torch; 0 is its own choice.")] = 0,
+    rounds: RoundsOption = 5,
+    threads: ThreadsOption = 0,
     picture: Annotated[Path, typer.Option(help="Where to draw the ratios.")] = Path("bench.png"),
-    json_lines: Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")] = False,
+    json_lines: JsonOption = False,
 ) -> None:
     """Time the family beside the models of other libraries with equal weights, on this machine, in one run.
 
@@ -239,10 +242,10 @@ def bench_attention_command(
     layers: Annotated[
         bool, typer.Option("--layers", help="Whole layers instead, with windows and both ways, beside transformers'.")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the medians are shown.")] = 3,
+    rounds: RoundsOption = 3,
     max_seconds: Annotated[float, typer.Option(min=0, help="Leave out what may take longer for one round.")] = 30.0,
     picture: Annotated[Path, typer.Option(help="Where to draw the curves.")] = Path("attention.png"),
-    json_lines: Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")] = False,
+    json_lines: JsonOption = False,
 ) -> None:
     """Time and memory of each kind of attention against the length of the text, with fitted exponents, on this machine.
 
@@ -273,7 +276,7 @@ def bench_decoding_command(
     max_context: Annotated[int, typer.Option(min=64, help="Longest context, in tokens; each is half of the next.")] = (
         16384
     ),
-    json_lines: Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")] = False,
+    json_lines: JsonOption = False,
 ) -> None:
     """Time and memory of one token more behind growing contexts, for trained models side by side, on this machine.
 
@@ -292,10 +295,10 @@ def bench_decoding_command(
 
 @bench_app.command(name="growth")
 def bench_growth_command(
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the medians are shown.")] = 3,
-    threads: Annotated[int, typer.Option(min=0, help="Of torch; 0 is its own choice.")] = 0,
+    rounds: RoundsOption = 3,
+    threads: ThreadsOption = 0,
     picture: Annotated[Path, typer.Option(help="Where to draw the curves.")] = Path("growth.png"),
-    json_lines: Annotated[bool, typer.Option("--json", help="Print a JSON line per measurement, not a table.")] = False,
+    json_lines: JsonOption = False,
 ) -> None:
     """What a token of a training step costs as texts, their length, layers or the vocabulary grow, on this machine.
 

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import TOPOLOGIES, random_tokens, tiny_model
+from tiny import DELTA, TOPOLOGIES, random_tokens, tiny_model
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 TWO_PROCESSES = Path(__file__).with_name("load_on_two_processes.py")
@@ -114,11 +114,7 @@ def test_lora_trains_saves_and_merges(tmp_path, topology):
 HYBRID = {
     "layer_types": ["linear_attention", "sliding_attention"],
     "sliding_window": 4,
-    "linear_feature_map": "unit",
-    "linear_decay": "gated",
-    "linear_update": "delta",
-    "linear_conv_kernel": 3,
-    "linear_output_gate": True,
+    **DELTA,
 }
 COMPILED = [
     pytest.param("encoder", {}, id="encoder"),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import (
+    DELTA,
     LAYERS,
     POSITIONS,
     QUICK_BACKENDS,
@@ -26,19 +27,11 @@ from triptych.layers import TriptychLayer, TriptychMLP
 from triptych.unpadding import Places, Put, Take, find_places, find_rows, share_rows
 
 LINEAR = {"layer_types": ["linear_attention"] * 2}
-DELTA = {
-    **LINEAR,
-    "linear_feature_map": "unit",
-    "linear_decay": "gated",
-    "linear_update": "delta",
-    "linear_conv_kernel": 3,
-    "linear_output_gate": True,
-}
 STACKS = {
     f"{layers}-{position}": {"position_embedding_type": position, **LAYERS[layers]}
     for layers in LAYERS
     for position in POSITIONS
-} | {"linear": LINEAR, "delta": DELTA}
+} | {"linear": LINEAR, "delta": LINEAR | DELTA}
 
 
 def shapes_of(model, kind, work):

@@ -38,6 +38,14 @@ MIXED = dict(
     sliding_window=4,
     attention_chunk_size=4,
 )
+# Linear attention with all that it can have.
+DELTA = dict(
+    linear_feature_map="unit",
+    linear_decay="gated",
+    linear_update="delta",
+    linear_conv_kernel=3,
+    linear_output_gate=True,
+)
 SIDES = ("left", "right", "inside")
 
 # What a language model of each topology is called.
