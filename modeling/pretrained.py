@@ -2,9 +2,11 @@
 
 import math
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
@@ -15,6 +17,7 @@ from .configuration_triptych import TriptychConfig
 from .linear_attention import TriptychFeatureMap, TriptychLinearAttention, TriptychShortConvolution
 from .norms import TriptychZeroCenteredRMSNorm
 from .patches import TriptychPatchEmbedding
+from .sharing import CARD, code_files, make_repository, model_card, push_files
 
 
 class TriptychPreTrainedModel(PreTrainedModel):
@@ -113,6 +116,33 @@ class TriptychPreTrainedModel(PreTrainedModel):
         if with_code and kwargs.get("is_main_process", True):
             self.config.auto_map = auto_map(self.config.topology)
             self.config.save_pretrained(save_directory)
-            for file in Path(__file__).parent.glob("*.py"):
-                if file.name != "__init__.py":
-                    shutil.copyfile(file, Path(save_directory) / file.name)
+            for name, file in code_files().items():
+                shutil.copyfile(file, Path(save_directory) / name)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        with_code: bool | None = None,
+        max_shard_size: int | str = "50GB",
+        tags: list[str] | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        token: bool | str | None = None,
+        **commit,
+    ) -> CommitInfo:
+        """Push as transformers does, with a card that says what the model is, in one commit.
+
+        Args:
+            with_code: as of `save_pretrained`.
+            tags: of the card.
+            private, revision: see `triptych.sharing.make_repository`.
+            **commit: `commit_message`, `commit_description`, `create_pr`.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, with_code=with_code, max_shard_size=max_shard_size)
+            files = {path.name: path for path in Path(folder).iterdir()}
+            has_code = "modeling_triptych.py" in files
+            repo_id = make_repository(repo_id, private, revision, token)
+            card = model_card(self.config, repo_id, self.num_parameters(), has_code, tags=tags)
+            return push_files({**files, CARD: str(card).encode()}, repo_id, revision, token, **commit)

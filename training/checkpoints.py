@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_file
 from torch import nn
 
-from triptych.training.errors import UserError
+from triptych.training.errors import Failure
 
 MANIFEST, STATE, MODEL, WEIGHTS = "manifest.json", "state.json", "model", "model.safetensors"
 # What full disks raise, depending on the library that writes.
@@ -134,7 +134,7 @@ class Checkpoints:
             self._on_main(shutil.rmtree, self._hidden(step), True)
             cause = str(problem or "another process failed").strip().splitlines()[0]
             before = f"; the one of update {self.steps()[-1]} is intact" if self.steps() else ""
-            raise UserError(f"the checkpoint of update {step} cannot be written: {cause}{before}") from problem
+            raise Failure(f"the checkpoint of update {step} cannot be written: {cause}{before}") from problem
 
     def _remove(self, steps: Iterable[int]) -> None:
         for step in steps:

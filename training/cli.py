@@ -1,4 +1,4 @@
-"""The command `triptych`: train, generate, evaluate, convert, demo, bench."""
+"""The command `triptych`: train, generate, evaluate, convert, push, demo, bench."""
 
 import math
 import sys
@@ -130,7 +130,8 @@ def evaluate_command(
 
     Texts that it writes: exact match, BLEU, chrF and ROUGE with their signatures. Labels: accuracy, F1, Matthews or
     Pearson correlation. Language models: perplexity, and bits per byte. All in percent where that is customary.
-    Without options it scores every test split of the recipe that the model was trained with.
+    Without options it scores every test split of the recipe that the model was trained with. Scores of the recipe's
+    splits are kept in the run's folder, in evaluation.json and in the card, README.md.
 
     [bold]Examples[/bold]
 
@@ -144,12 +145,16 @@ def evaluate_command(
 
     from triptych.training.evaluation import evaluate_examples, examples_to_score, load_model
     from triptych.training.objectives import read_task
+    from triptych.training.sharing import keep_evaluation
 
     splits, recipe = examples_to_score(Path(model), data, split, max_length)
     loaded, tokenizer = load_model(model, read_task(recipe).head)
+    options = _given(num_beams=num_beams)
     for name, examples in splits.items():
-        scores = evaluate_examples(loaded, tokenizer, examples, recipe, batch_size, **_given(num_beams=num_beams))
+        scores = evaluate_examples(loaded, tokenizer, examples, recipe, batch_size, **options)
         typer.echo(json.dumps({"split": name, **scores}))
+        if not data and Path(model).is_dir():
+            keep_evaluation(Path(model), name, {**options, **_given(max_length=max_length), **scores})
 
 
 @app.command(name="convert")
@@ -178,6 +183,36 @@ def convert_command(
     from triptych.training.converting import convert
 
     typer.echo(convert(source, destination, to, changes or [], overwrite))
+
+
+@app.command(name="push")
+def push_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or one that save_pretrained wrote.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="NAME, or OWNER/NAME.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="The branch, made if it is not there.")] = None,
+    with_code: Annotated[
+        bool, typer.Option("--with-code", help="Also the family's code: it loads with trust_remote_code=True.")
+    ] = False,
+) -> None:
+    """Share a trained model on the Hugging Face Hub.
+
+    Weights, configuration, tokenizer, recipe, metrics, loss curve and a card with what the model scores go there in one
+    commit: it is seen whole or not at all. After a broken connection the same command goes on where it stopped; where
+    nothing has changed, it makes no commit. The token is that of `hf auth login`, or HF_TOKEN. A README.md in RUN, or
+    there, that a person wrote is kept.
+
+    [bold]Examples[/bold]
+
+    triptych evaluate runs/sst2     # the scores of the card
+
+    triptych push runs/sst2 my-name/sentiment --private
+
+    triptych push runs/multi30k_en_de my-name/en-de --with-code --revision v2
+    """
+    from triptych.training.sharing import push
+
+    typer.echo(push(run, repository, private, revision, with_code))
 
 
 @app.command(name="demo")
@@ -323,7 +358,8 @@ def _given(**options: int | None) -> dict[str, int]:
 
 
 def main() -> None:
-    """Run the command line: exit code 2 and one sentence on stderr where the input cannot be used."""
+    """Run the command line: where something is wrong, one sentence on stderr, and exit code 2 if the input cannot be
+    used, or 1 if the work broke off."""
     keep_freed_memory()
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
@@ -331,7 +367,7 @@ def main() -> None:
         app()
     except UserError as error:
         print(f"triptych: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

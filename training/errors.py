@@ -8,7 +8,15 @@ from huggingface_hub.errors import StrictDataclassError
 
 
 class UserError(ValueError):
-    """What was given cannot be used; the message is one sentence. The command line exits with code 2."""
+    """What was given cannot be used; the message is one sentence. The command line exits with `exit_code`."""
+
+    exit_code = 2
+
+
+class Failure(UserError):
+    """What was given is in order, but the work broke off: a lost connection, a full disk, a loss that diverged."""
+
+    exit_code = 1
 
 
 def unknown_name(what: str, name: str, allowed: Iterable[str]) -> UserError:

@@ -30,7 +30,7 @@ from triptych.training.batching import count_items
 from triptych.training.building import Parts
 from triptych.training.checkpoints import Checkpoints
 from triptych.training.consistency import consistent_loss
-from triptych.training.errors import UserError
+from triptych.training.errors import Failure, UserError
 from triptych.training.optimization import build_optimizer, build_schedule
 from triptych.training.recipe import Recipe
 from triptych.training.reporting import RunLog
@@ -222,7 +222,7 @@ class TrainingLoop:
     def _fail(self, problem: str) -> None:
         steps = self.checkpoints.steps()
         kept = f"; the same command then continues from update {steps[-1]}" if steps else ""
-        raise UserError(
+        raise Failure(
             f"{problem}: lower learning_rate ({self.recipe.learning_rate}) "
             f"or max_grad_norm ({self.recipe.max_grad_norm}){kept}"
         )

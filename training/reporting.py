@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from triptych.training.loop import TrainingState
 
-METRICS_FILE, RECORD_FILE = "metrics.jsonl", "run.json"
+METRICS_FILE, RECORD_FILE, CURVE_FILE = "metrics.jsonl", "run.json", "loss.png"
 RUNNING, FINISHED = "running", "finished"
 
 

@@ -6,7 +6,7 @@
 | `run.json` | status, counters, seed, versions, what the data and the model were |
 | `metrics.jsonl`, `trackers/` | what was measured along the way |
 | `checkpoints/` | while it runs; gone once it has finished, as they take several times the model's space |
-| config, weights, tokenizer, `loss.png` | the final model, once it has finished |
+| config, weights, tokenizer, `loss.png`, `README.md` | the final model and its card, once it has finished |
 """
 
 import errno
@@ -37,15 +37,25 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from triptych.training.building import Parts, build_parts
 from triptych.training.checkpoints import MODEL, WEIGHTS, Checkpoints
-from triptych.training.errors import UserError, as_user_error
+from triptych.training.errors import Failure, UserError, as_user_error
 from triptych.training.loop import TrainingLoop
 from triptych.training.low_rank import add_low_rank, merge_low_rank
 from triptych.training.plots import plot_losses
 from triptych.training.recipe import RECIPE_FILE, Recipe, save_recipe
-from triptych.training.reporting import FINISHED, METRICS_FILE, RECORD_FILE, RUNNING, RunLog, show_values, write_whole
+from triptych.training.reporting import (
+    CURVE_FILE,
+    FINISHED,
+    METRICS_FILE,
+    RECORD_FILE,
+    RUNNING,
+    RunLog,
+    show_values,
+    write_whole,
+)
+from triptych.training.sharing import write_card
 from triptych.training.tokenization import tokenizer_digest
 
-CURVE_FILE, CHECKPOINTS, TRACKERS = "loss.png", "checkpoints", "trackers"
+CHECKPOINTS, TRACKERS = "checkpoints", "trackers"
 
 # What may differ when a run is continued. Everything else would make it neither the old run nor a new one.
 MAY_CHANGE = {
@@ -148,6 +158,8 @@ def run_loop(
     if accelerator.is_main_process:
         plot_losses(output / METRICS_FILE, output / CURVE_FILE, f"{output.name}: loss")
     log.record(loop.state, FINISHED, final={"step": chosen, **values})
+    if accelerator.is_main_process:
+        write_card(output)
     accelerator.wait_for_everyone()
     return values, chosen
 
@@ -314,7 +326,7 @@ def opened_folder(
                     folder.rmdir()
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             kept = "; the last checkpoint is intact, the same command continues from it" if has_checkpoints else ""
-            raise UserError(f"no space is left on the disk of '{output}'{kept}") from error
+            raise Failure(f"no space is left on the disk of '{output}'{kept}") from error
         raise
 
 

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 
 import torch
-from conftest import TINY
+from tiny_dates import TINY
 
 from triptych.training import checkpoints
 from triptych.training.dates import generate_dates

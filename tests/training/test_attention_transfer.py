@@ -5,9 +5,9 @@ Shapes: B batch, T tokens, D width.
 
 import pytest
 import torch
-from conftest import TINY
 from safetensors.torch import load_file
 from small_files import make_recipe, metrics_of, write_files
+from tiny_dates import TINY
 from transformers import AutoModelForCausalLM
 
 import triptych

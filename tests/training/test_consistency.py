@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import TINY
 from safetensors.torch import load_file
 from small_files import EVERY, make_recipe, metrics_of, write_files
+from tiny_dates import TINY
 
 from triptych import TriptychConfig, TriptychForCausalLM
 from triptych.training.building import ONE_ANSWER

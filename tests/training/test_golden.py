@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
 from small_files import make_recipe, write_files
+from tiny_dates import TINY
 
 from triptych.training.recipe import load_recipe
 from triptych.training.reporting import METRICS_FILE, read_metrics

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY
 from safetensors.torch import load_file
+from tiny_dates import TINY
 
 from triptych.training.reporting import read_metrics
 

@@ -29,6 +29,7 @@ def test_a_run_learns_and_leaves_a_folder_that_loads(tiny_recipe):
     assert metrics_of(run, "step")[-1] == 30
     names = {path.name for path in run.folder.iterdir()}
     assert {
+        "README.md",
         "config.json",
         "generation_config.json",
         "loss.png",

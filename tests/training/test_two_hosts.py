@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from tiny_dates import TINY
 
 from triptych.training.reporting import FINISHED, read_metrics
 from triptych.training.run import read_record
