@@ -1,6 +1,8 @@
 """Sharing on the Hub: the real client against a server in memory, with users, faults and broken connections."""
 
 import json
+import re
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -296,3 +298,13 @@ def test_folders_without_a_whole_model_are_refused(run_folder, command, tmp_path
     transformers.BertConfig().save_pretrained(run_folder)
     code, _, err = command("push", run_folder, "ann/model")
     assert code == 2 and "its model_type is 'bert'" in err
+
+
+def test_first_steps_of_a_newcomer(hub, client, server, tmp_path):
+    """The page's code, with the last block in a place where the package is not installed."""
+    page = (Path(__file__).parents[2] / "docs/first-steps.md").read_text("utf-8").replace("your-name", "ann")
+    *blocks, elsewhere = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert client.run("\n".join([*blocks, "result = float(accuracy)"]), ANN) == 1.0
+    with HubClient(server.url, tmp_path, blocked=True) as stranger:
+        judged = stranger.run(f"{elsewhere}\nresult = judge(['what a brilliant play this was', 'what a dull song'])")
+    assert [one["label"] for one in judged] == ["praise", "blame"]
