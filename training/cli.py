@@ -1,5 +1,6 @@
 """The command `triptych`: train, generate, evaluate, convert, push, demo, bench."""
 
+import json
 import math
 import sys
 from dataclasses import fields, is_dataclass
@@ -11,6 +12,7 @@ import typer
 import yaml
 from transformers.utils import logging as transformers_logging
 
+import triptych
 from triptych.configs import RECIPES, recipe_names
 from triptych.training.errors import UserError
 from triptych.training.memory import keep_freed_memory
@@ -18,11 +20,14 @@ from triptych.training.recipe import Recipe, load_recipe
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    help="Train, run and score Transformer models that load through the Hugging Face Auto classes.",
+    rich_markup_mode="markdown",
     epilog="Start with: triptych demo (dates in many languages, some minutes on two CPU cores, no data needed).",
 )
+
+
+def _recipes(incomplete: str) -> list[str]:
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A run's folder, or a model's name on the Hugging Face Hub.")
@@ -41,12 +46,33 @@ def _recipe_help() -> str:
     return (
         f"Shipped recipes: {', '.join(recipe_names())}. A recipe is one YAML file: copy one from {RECIPES} and change "
         f"it. Keys and defaults: {defaults}. Sections: {', '.join(key for key in keys if key not in plain)}."
-    ).replace("[", r"\[")
+    )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"triptych {triptych.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def triptych_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+) -> None:
+    """Train, run, score and share Transformer models that load through the Hugging Face Auto classes.
+
+    Exit codes: 0, it is done; 1, the work broke off (a lost connection, a full disk, a loss that diverged); 2, the
+    input cannot be used. The reason is one sentence on stderr.
+    """
 
 
 @app.command(name="train", epilog=_recipe_help())
 def train_command(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.", autocompletion=_recipes)
+    ],
     changes: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, sections with a dot.")
     ] = None,
@@ -56,7 +82,7 @@ def train_command(
     Whatever ends a training before its time, the same command continues it from its last checkpoint, as if nothing had
     happened. SIGTERM and Ctrl-C save first (exit codes 143 and 130).
 
-    [bold]Examples[/bold]
+    **Examples**
 
     triptych train dates
 
@@ -64,11 +90,11 @@ def train_command(
 
     triptych train my_recipe.yaml data.splits.train=pairs.tsv model.hidden_size=256 learning_rate=5e-4
 
-    [bold]Several processes[/bold]
+    **Several processes**
 
     torchrun --nproc_per_node 2 -m triptych.training.cli train dates
 
-    [bold]On busy CPU cores[/bold], several times faster with
+    **On busy CPU cores**, several times faster with
 
     GOMP_SPINCOUNT=1000 triptych train dates
     """
@@ -90,10 +116,11 @@ def generate_command(
     num_beams: BeamsOption = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest output, in tokens.")] = None,
     batch_size: BatchOption = 64,
+    json_lines: Annotated[bool, typer.Option("--json", help="A JSON line per text, with both.")] = False,
 ) -> None:
     """Print what a model writes for each text, a line each, in order.
 
-    [bold]Examples[/bold]
+    **Examples**
 
     triptych generate runs/dates "de: Freitag, 5. März 2021" "en-US: 3/5/2021"
 
@@ -107,8 +134,8 @@ def generate_command(
     sources = texts or read_lines(find_file(str(input)))
     loaded, tokenizer = load_model(model)
     options = _given(num_beams=num_beams, max_new_tokens=max_new_tokens)
-    for text in generate_texts(loaded, tokenizer, sources, batch_size, **options):
-        typer.echo(text)
+    for source, text in zip(sources, generate_texts(loaded, tokenizer, sources, batch_size, **options), strict=True):
+        typer.echo(json.dumps({"source": source, "text": text}, ensure_ascii=False) if json_lines else text)
 
 
 @app.command(name="evaluate")
@@ -133,7 +160,7 @@ def evaluate_command(
     Without options it scores every test split of the recipe that the model was trained with. Scores of the recipe's
     splits are kept in the run's folder, in evaluation.json and in the card, README.md.
 
-    [bold]Examples[/bold]
+    **Examples**
 
     triptych evaluate runs/dates
 
@@ -141,8 +168,6 @@ def evaluate_command(
 
     triptych evaluate runs/dates --data pairs.tsv
     """
-    import json
-
     from triptych.training.evaluation import evaluate_examples, examples_to_score, load_model
     from triptych.training.objectives import read_task
     from triptych.training.sharing import keep_evaluation
@@ -172,7 +197,7 @@ def convert_command(
     Configuration, weights, head, tokenizer and settings of generation come along. Weights are read from safetensors
     alone. What would be lost is refused by name, before anything is written.
 
-    [bold]Examples[/bold]
+    **Examples**
 
     triptych convert google-bert/bert-base-uncased bert
 
@@ -202,7 +227,7 @@ def push_command(
     nothing has changed, it makes no commit. The token is that of `hf auth login`, or HF_TOKEN. A README.md in RUN, or
     there, that a person wrote is kept.
 
-    [bold]Examples[/bold]
+    **Examples**
 
     triptych evaluate runs/sst2     # the scores of the card
 
@@ -225,7 +250,7 @@ def demo_command(
     run_demo(output)
 
 
-bench_app = typer.Typer(rich_markup_mode="rich")
+bench_app = typer.Typer(rich_markup_mode="markdown")
 app.add_typer(bench_app, name="bench")
 
 
@@ -250,7 +275,7 @@ def bench_command(
     x-transformers (where it is installed) and torch.nn: ratios, tokens a second, the share of the machine's speed of
     matrix products, memory, and how far the outputs differ.
 
-    [bold]Examples[/bold]
+    **Examples**
 
     triptych bench
 
@@ -284,7 +309,7 @@ def bench_attention_command(
 ) -> None:
     """Time and memory of each kind of attention against the length of the text, with fitted exponents, on this machine.
 
-    [bold]Examples[/bold]
+    **Examples**
 
     triptych bench attention
 
@@ -315,7 +340,7 @@ def bench_decoding_command(
 ) -> None:
     """Time and memory of one token more behind growing contexts, for trained models side by side, on this machine.
 
-    [bold]Examples[/bold]
+    **Examples**
 
     triptych bench decoding runs/tinyshakespeare runs/tinyshakespeare_linear
 
@@ -337,7 +362,7 @@ def bench_growth_command(
 ) -> None:
     """What a token of a training step costs as texts, their length, layers or the vocabulary grow, on this machine.
 
-    [bold]Examples[/bold]
+    **Examples**
 
     triptych bench growth
 

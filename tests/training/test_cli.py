@@ -1,11 +1,13 @@
 """The command line: help that helps, and bad input as exit code 2 with one sentence and nothing written."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
+import triptych
 from triptych.training.cli import app
 
 GOOD = "".join(f"source {number}\ttarget {number}\n" for number in range(20))
@@ -38,10 +40,15 @@ def test_train_evaluate_generate(command, pairs_recipe, tmp_path):
     assert len(out.splitlines()) == 2
     code, once, _ = command("generate", "runs/mine", "source 2", "--num-beams", "2")
     assert once.splitlines() == out.splitlines()[1:]
+    code, out, _ = command("generate", "runs/mine", "source 2", "--num-beams", "2", "--json")
+    assert json.loads(out) == {"source": "source 2", "text": once.rstrip("\n")}
 
     code, out, err = command("evaluate", "runs/mine")
     assert code == 0, err
     assert '"split": "validation", "examples": 20, "exact_match"' in out
+    kept = json.loads((tmp_path / "runs/mine/evaluation.json").read_text())
+    assert kept == {"validation": {name: value for name, value in json.loads(out).items() if name != "split"}}
+    assert "| validation | 20 | exact_match |" in (tmp_path / "runs/mine/README.md").read_text()
     (tmp_path / "a.txt").write_text("source 1\n")
     code, out, err = command("evaluate", "runs/mine", "--data", "a.txt", "--data", "a.txt")
     assert code == 0, err
@@ -163,3 +170,16 @@ def test_help_gives_examples(command, name, monkeypatch):
     code, out, _ = command(*([name] if name else []), "--help")
     assert code == 0
     assert f"triptych {name or ''}".strip() in out
+
+
+def test_version(command):
+    assert command("--version") == (0, f"triptych {triptych.__version__}\n", "")
+
+
+def test_a_shell_completes_names_of_recipes(tmp_path):
+    shell = {"_TRIPTYCH_COMPLETE": "complete_bash", "COMP_WORDS": "triptych train scan", "COMP_CWORD": "2"}
+    result = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv = ['triptych']; from triptych.training.cli import main; main()"],
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **shell},
+    )  # fmt: skip
+    assert result.stdout.split() == ["scan_length", "scan_simple"], result.stderr
