@@ -1,0 +1,185 @@
+"""The documentation does what it says: its code runs, its commands parse, its links and quotes hold.
+
+The blocks of a page are taken in their order, in an empty folder:
+
+| block | what becomes of it |
+|---|---|
+| `python` | it runs, all of a page in one namespace |
+| `bash`, or without a language | each `triptych` command runs, with a tiny model for two updates; of a shipped recipe, of a benchmark and behind a launcher only arguments and recipe are read |
+| any other, behind a line that ends in "`NAME`:" | it is the file of that name |
+| `yaml` besides | it is read as a recipe |
+"""  # noqa: E501
+
+import ast
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+import transformers
+import typer
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+from triptych import TriptychConfig
+from triptych.configs import recipe_names
+from triptych.training.cli import app
+from triptych.training.objectives import read_task
+from triptych.training.recipe import load_recipe
+from triptych.training.run import train
+from triptych.training.tokenization import train_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE_NAME = re.compile(r"`([^`\s]+)`:\n+$")
+LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)(?:: `(?P<quote>[^`]+)`)?")
+SMALL = {"hidden_size": 48, "intermediate_size": 48}
+QUICK = [f"model.{name}={size}" for name, size in SMALL.items()]
+QUICK += ["max_steps=2", "warmup_steps=0", "cooldown_steps=0", "validate_every=2", "generation.max_new_tokens=4"]
+QUICK += ["report_to=[]"]
+LAUNCHERS = {"torchrun": torchrun_parser, "accelerate": lambda: launch_command_parser()}
+
+
+def train_quickly(recipe, changes):
+    """In the place of the command `train`."""
+    changes = changes or []
+    read_task(load_recipe(recipe, changes))
+    if recipe not in recipe_names():
+        train(load_recipe(recipe, [*changes, *QUICK]))
+
+
+def read_only(recipe, changes):
+    read_task(load_recipe(recipe, changes or []))
+
+
+def silence(command):
+    command.callback = lambda **arguments: None
+    for child in getattr(command, "commands", {}).values():
+        silence(child)
+
+
+def run_triptych(words, train_command=train_quickly):
+    root = typer.main.get_command(app)
+    for name, command in root.commands.items():
+        if name not in ("generate", "evaluate", "convert"):
+            silence(command)
+    root.commands["train"].callback = train_command
+    root.main(words, standalone_mode=False)
+
+
+def run_line(line):
+    """Does what a line of a shell says, as far as it is ours."""
+    words = shlex.split(line, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    match words:
+        case []:
+            pass
+        case ["triptych", *arguments]:
+            run_triptych(arguments)
+        case ["make", target]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+        case ["torchrun", *arguments]:
+            run_triptych(torchrun_parser().parse_args(arguments).training_script_args, read_only)
+        case ["accelerate", "launch", *arguments]:
+            launch = launch_command_parser().parse_args(arguments)
+            assert (ROOT / launch.config_file).is_file(), line
+            run_triptych(launch.training_script_args, read_only)
+        case _:
+            pytest.fail(f"no test knows how to run: {line}")
+
+
+def run_block(language, code, before, page, line, namespace):
+    """Does with a block what the table at the head of this file says."""
+    if language == "python":
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    elif name := FILE_NAME.search(before):
+        Path(name[1]).write_text(code, encoding="utf-8")
+    elif language in ("bash", ""):
+        for command in code.replace("\\\n", " ").splitlines():
+            run_line(command)
+    elif language == "yaml":
+        Path("block.yaml").write_text(code, encoding="utf-8")
+        read_task(load_recipe("block.yaml"))
+    else:
+        assert language == "math", f"{page}, line {line}: no test knows a block of '{language}'"
+
+
+def stand_in(text):
+    """Makes what a page takes for granted, in small: the model of `make demo`, and one from the Hub."""
+    if "runs/demo" in text:
+        sizes = [f"data.dates.{name}=40" for name in ("train", "validation", "test_dates", "test_formats")]
+        train(load_recipe("dates", [*sizes, *QUICK, "output=runs/demo"]))
+    if "google-bert/bert-base-uncased" in text:
+        config = transformers.BertConfig(vocab_size=99, num_hidden_layers=2, num_attention_heads=4, **SMALL)
+        transformers.BertForMaskedLM(config).save_pretrained("google-bert/bert-base-uncased")
+        train_tokenizer(["abc"], "char", 99, "encoder").save_pretrained("google-bert/bert-base-uncased")
+    if "my_recipe.yaml" in text:
+        Path("pairs.tsv").write_text("".join(f"source {number}\ttarget {number}\n" for number in range(9)))
+        Path("my_recipe.yaml").write_text("data: {splits: {train: none.tsv, validation: pairs.tsv}}\n")
+
+
+@pytest.fixture
+def small_presets(monkeypatch):
+    """Presets as they are, but narrow."""
+    build = TriptychConfig.from_preset
+    monkeypatch.setattr(TriptychConfig, "from_preset", lambda name, **changes: build(name, **{**SMALL, **changes}))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_blocks(page, tmp_path, monkeypatch, small_presets):
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    stand_in(text)
+    namespace = {"__name__": "__main__"}
+    for block in BLOCK.finditer(text):
+        before = text[: block.start()]
+        run_block(block[1], block[2], before, page, before.count("\n") + 1, namespace)
+
+
+def defined(file, name):
+    """The source of `Class.method` or `function` in a Python file, or None."""
+    source = file.read_text(encoding="utf-8")
+    node = ast.parse(source)
+    for part in name.split("."):
+        names = {getattr(child, "name", None): child for child in node.body}
+        names |= {
+            target.id: child for child in node.body for target in getattr(child, "targets", ()) if hasattr(target, "id")
+        }
+        names |= {child.target.id: child for child in node.body if isinstance(child, ast.AnnAssign)}
+        if part not in names:
+            return None
+        node = names[part]
+    return ast.get_source_segment(source, node)
+
+
+def anchors(page):
+    """What GitHub calls the headings of a page."""
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links(page):
+    """A link leads to a file, a heading or a symbol that is there; code behind a colon is quoted from that symbol."""
+    for link in LINK.finditer(BLOCK.sub("", page.read_text(encoding="utf-8"))):
+        target, _, anchor = link["target"].partition("#")
+        if "://" in target:
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), link[0]
+        assert not anchor or anchor in anchors(file), link[0]
+        if file.suffix == ".py" and (name := re.fullmatch(r"`([\w.]+)(?<!\.py)`", link["text"])):
+            source = defined(file, name[1])
+            assert source is not None, f"{link[0]}: there is no such symbol"
+            assert not link["quote"] or link["quote"] in source, f"{link[0]}: the code is another"
+
+
+def test_the_reference_is_that_of_the_code():
+    """`make reference` writes it anew."""
+    made = runpy.run_path(str(ROOT / "docs/reference.py"))["render"]()
+    assert (ROOT / "docs/reference.md").read_text(encoding="utf-8") == made
