@@ -4,16 +4,21 @@ The blocks of a page are taken in their order, in an empty folder:
 
 | block | what becomes of it |
 |---|---|
+| any but `python`, behind a line that ends in "`NAME`:" | it is the file of that name |
 | `python` | it runs, all of a page in one namespace |
-| `bash`, or without a language | each `triptych` command runs, with a tiny model for two updates; of a shipped recipe, of a benchmark and behind a launcher only arguments and recipe are read |
-| any other, behind a line that ends in "`NAME`:" | it is the file of that name |
-| `yaml` besides | it is read as a recipe |
-"""  # noqa: E501
+| `bash`, or without a language | each command is parsed; what the package has to do for it is done with tiny models |
+| `yaml` | it is read as a recipe |
+| `math` | nothing |
+
+Trainings of recipes that a page brings along make two updates. Those of shipped recipes and behind launchers are read
+only, as are benchmarks.
+"""
 
 import ast
 import re
 import runpy
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,12 +26,15 @@ import transformers
 import typer
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser as torchrun_parser
+from transformers import PreTrainedConfig
 
-from triptych import TriptychConfig
+from triptych import TriptychConfig, TriptychForConditionalGeneration
 from triptych.configs import recipe_names
+from triptych.training.building import NOT_FIELDS
+from triptych.training.building import _check_model_fields as check_model_fields
 from triptych.training.cli import app
 from triptych.training.objectives import read_task
-from triptych.training.recipe import load_recipe
+from triptych.training.recipe import Recipe, load_recipe
 from triptych.training.run import train
 from triptych.training.tokenization import train_tokenizer
 
@@ -35,24 +43,25 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE_NAME = re.compile(r"`([^`\s]+)`:\n+$")
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)(?:: `(?P<quote>[^`]+)`)?")
+LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)(?::\s+`(?P<quote>[^`]+)`)?")
 SMALL = {"hidden_size": 48, "intermediate_size": 48}
 QUICK = [f"model.{name}={size}" for name, size in SMALL.items()]
 QUICK += ["max_steps=2", "warmup_steps=0", "cooldown_steps=0", "validate_every=2", "generation.max_new_tokens=4"]
 QUICK += ["report_to=[]"]
-LAUNCHERS = {"torchrun": torchrun_parser, "accelerate": lambda: launch_command_parser()}
+REFERENCE = ROOT / "docs" / "reference.py"
 
 
-def train_quickly(recipe, changes):
-    """In the place of the command `train`."""
-    changes = changes or []
-    read_task(load_recipe(recipe, changes))
+def read_only(recipe, changes=None):
+    """In the place of the command `train`: refuses what it would refuse before it reads data."""
+    loaded = load_recipe(recipe, changes or [])
+    given = {name: value for name, value in loaded.model.items() if name not in NOT_FIELDS}
+    check_model_fields(given, read_task(loaded).topology)
+
+
+def train_quickly(recipe, changes=None):
+    read_only(recipe, changes)
     if recipe not in recipe_names():
-        train(load_recipe(recipe, [*changes, *QUICK]))
-
-
-def read_only(recipe, changes):
-    read_task(load_recipe(recipe, changes or []))
+        train(load_recipe(recipe, [*(changes or []), *QUICK]))
 
 
 def silence(command):
@@ -103,7 +112,7 @@ def run_block(language, code, before, page, line, namespace):
             run_line(command)
     elif language == "yaml":
         Path("block.yaml").write_text(code, encoding="utf-8")
-        read_task(load_recipe("block.yaml"))
+        read_only("block.yaml")
     else:
         assert language == "math", f"{page}, line {line}: no test knows a block of '{language}'"
 
@@ -124,7 +133,8 @@ def stand_in(text):
 
 @pytest.fixture
 def small_presets(monkeypatch):
-    """Presets as they are, but narrow."""
+    """Presets as they are, but narrow; and a class that a page registers is as before in the end."""
+    monkeypatch.setattr(TriptychForConditionalGeneration, "_auto_class", None)
     build = TriptychConfig.from_preset
     monkeypatch.setattr(TriptychConfig, "from_preset", lambda name, **changes: build(name, **{**SMALL, **changes}))
 
@@ -145,14 +155,9 @@ def defined(file, name):
     source = file.read_text(encoding="utf-8")
     node = ast.parse(source)
     for part in name.split("."):
-        names = {getattr(child, "name", None): child for child in node.body}
-        names |= {
-            target.id: child for child in node.body for target in getattr(child, "targets", ()) if hasattr(target, "id")
-        }
-        names |= {child.target.id: child for child in node.body if isinstance(child, ast.AnnAssign)}
-        if part not in names:
+        node = next((child for child in node.body if getattr(child, "name", None) == part), None)
+        if node is None:
             return None
-        node = names[part]
     return ast.get_source_segment(source, node)
 
 
@@ -179,7 +184,27 @@ def test_links(page):
             assert not link["quote"] or link["quote"] in source, f"{link[0]}: the code is another"
 
 
-def test_the_reference_is_that_of_the_code():
+@pytest.fixture(scope="module")
+def reference():
+    return runpy.run_path(str(REFERENCE))
+
+
+def test_the_reference_is_that_of_the_code(reference):
     """`make reference` writes it anew."""
-    made = runpy.run_path(str(ROOT / "docs/reference.py"))["render"]()
-    assert (ROOT / "docs/reference.md").read_text(encoding="utf-8") == made
+    assert REFERENCE.with_suffix(".md").read_text(encoding="utf-8") == reference["render"]()
+
+
+def explained(reference, cls, section):
+    return {name for names, _ in reference["entries"](cls, section) for name in names}
+
+
+def test_docstrings_explain_every_key_of_a_recipe(reference):
+    for cls in (Recipe, *reference["SECTIONS"]):
+        assert explained(reference, cls, "Attributes") == {field.name for field in fields(cls)}, cls.__name__
+
+
+def test_docstrings_explain_every_field_of_a_configuration(reference):
+    ours = set().union(*(explained(reference, cls, "Args") for cls in reference["CONFIGURATIONS"]))
+    theirs = {field.name for field in fields(PreTrainedConfig)}
+    for cls in reference["CONFIGURATIONS"]:
+        assert {field.name for field in fields(cls)} - theirs <= ours, cls.__name__
