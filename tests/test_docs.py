@@ -8,7 +8,7 @@ The blocks of a page are taken in their order, in an empty folder:
 | `python` | it runs, all of a page in one namespace |
 | `bash`, or without a language | each command is parsed; what the package has to do for it is done with tiny models |
 | `yaml` | it is read as a recipe |
-| `math` | nothing |
+| `math`, or `text`, as of an output | nothing |
 
 Trainings of recipes that a page brings along make two updates. Those of shipped recipes and behind launchers are read
 only, as are benchmarks.
@@ -114,11 +114,11 @@ def run_block(language, code, before, page, line, namespace):
         Path("block.yaml").write_text(code, encoding="utf-8")
         read_only("block.yaml")
     else:
-        assert language == "math", f"{page}, line {line}: no test knows a block of '{language}'"
+        assert language in ("math", "text"), f"{page}, line {line}: no test knows a block of '{language}'"
 
 
 def stand_in(text):
-    """Makes what a page takes for granted, in small: the model of `make demo`, and one from the Hub."""
+    """Makes what the blocks of a page take for granted, in small: the model of `make demo`, and one from the Hub."""
     if "runs/demo" in text:
         sizes = [f"data.dates.{name}=40" for name in ("train", "validation", "test_dates", "test_formats")]
         train(load_recipe("dates", [*sizes, *QUICK, "output=runs/demo"]))
@@ -143,9 +143,10 @@ def small_presets(monkeypatch):
 def test_blocks(page, tmp_path, monkeypatch, small_presets):
     monkeypatch.chdir(tmp_path)
     text = page.read_text(encoding="utf-8")
-    stand_in(text)
+    blocks = list(BLOCK.finditer(text))
+    stand_in("".join(block[2] for block in blocks))
     namespace = {"__name__": "__main__"}
-    for block in BLOCK.finditer(text):
+    for block in blocks:
         before = text[: block.start()]
         run_block(block[1], block[2], before, page, before.count("\n") + 1, namespace)
 
