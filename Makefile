@@ -4,7 +4,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 PYTEST := $(VENV)/bin/python -m pytest
 
-.PHONY: demo test test-slow test-data lint bench clean
+.PHONY: demo test test-slow test-data lint bench reference clean
 
 demo: $(READY)  ## train, evaluate and show the small model of dates
 	$(VENV)/bin/triptych demo
@@ -20,6 +20,9 @@ test-data: $(READY)  ## what reads the corpora in the folder TRIPTYCH_DATA
 
 bench: $(READY)  ## the family beside transformers' own models, on this machine
 	$(VENV)/bin/triptych bench
+
+reference: $(READY)  ## docs/reference.md, from the docstrings
+	$(VENV)/bin/python docs/reference.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -536,8 +536,9 @@ class TriptychDecoderConfig(TriptychStackConfig):
 
     Args:
         is_causal: False runs the stack without its causal mask.
-        add_cross_attention: each layer also reads `encoder_hidden_states`, of width `cross_attention_hidden_size`.
-        linear_cross_attention: by linear attention.
+        add_cross_attention: each layer also reads `encoder_hidden_states`.
+        cross_attention_hidden_size: their width; None is `hidden_size`.
+        linear_cross_attention: they are read by linear attention.
     """
 
     base_config_key = "decoder"

@@ -56,7 +56,8 @@ def build_optimizer(model: PreTrainedModel, recipe: Recipe) -> torch.optim.Optim
         {"params": [p for p in rest if _dimensions(p) > 1], "weight_decay": recipe.weight_decay},
         {"params": [p for p in rest if _dimensions(p) <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    # One may be empty: with directions of low rank, Muon has all that learns.
+    groups = [group for group in groups if group["params"]] or groups[:1]
     adamw = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=tuple(recipe.adam_betas), eps=recipe.adam_epsilon)
     if recipe.optimizer == "adamw":
         return adamw

@@ -44,12 +44,14 @@ class SourceRecipe:
 
 @dataclass
 class RecallRecipe:
-    """Associative recall, generated: `sizes` is split name to number of texts.
+    """Associative recall, generated.
 
     Attributes:
+        sizes: split name to number of texts.
         length: tokens of a text.
         queries: keys that are asked for, at its beginning.
-        pairs: keys and values in it; `keys`, `values` and `noise` are how many of each there are.
+        pairs: keys and values in it.
+        keys, values, noise: how many of each there are.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
@@ -110,9 +112,12 @@ class DataRecipe:
 
 @dataclass
 class TokenizerRecipe:
-    """A tokenizer to train on the data (`type`, at most `vocab_size` tokens), or one to load from `path`.
+    """A tokenizer to train on the data, or one to load.
 
     Attributes:
+        type: what a token is, `bpe`, `char` or `word`, see `triptych.training.tokenization`.
+        vocab_size: so many tokens at most.
+        path: folder or name of a tokenizer to load instead.
         dropout: probability with which a merge of `bpe` is left out, anew in each epoch and in training only, so that
             a word is seen in many splits (Provilkov et al. 2020, arXiv 1910.13267).
     """
@@ -125,8 +130,13 @@ class TokenizerRecipe:
 
 @dataclass
 class GenerationRecipe:
-    """How the trained model writes: beam width, the power of their length by which scores of beams are divided, and the
-    longest output; saved as its generation config."""
+    """How the trained model writes; saved as its generation config.
+
+    Attributes:
+        num_beams: beam width.
+        length_penalty: the power of their length by which scores of beams are divided.
+        max_new_tokens: longest output, in tokens.
+    """
 
     num_beams: int = 1
     length_penalty: float = 1.0
@@ -135,7 +145,12 @@ class GenerationRecipe:
 
 @dataclass
 class BleuRecipe:
-    """sacrebleu's own options: `tokenize: none` for text that is tokenised already, and how zero counts smooth."""
+    """sacrebleu's own options.
+
+    Attributes:
+        tokenize: how words are found; `none` is for text that is tokenised already.
+        smooth_method: what becomes of counts of zero, `exp`, `floor`, `add-k` or `none`.
+    """
 
     tokenize: str = "13a"
     smooth_method: Literal["exp", "floor", "add-k", "none"] = "exp"
@@ -143,8 +158,13 @@ class BleuRecipe:
 
 @dataclass
 class LowRankRecipe:
-    """Fine-tuning of `rank` directions beside each layer named in `modules`, times `alpha / rank`, and of nothing else;
-    a rank of 0 trains the whole model. They are added to the layers' weights at the end."""
+    """Fine-tuning of few directions beside some layers, and of nothing else; at the end they are added to the weights.
+
+    Attributes:
+        rank: number of directions; 0 trains the whole model.
+        alpha: what is learnt counts times `alpha / rank`.
+        modules: names of the layers.
+    """
 
     rank: int = 0
     alpha: float = 16.0
@@ -157,27 +177,36 @@ class Recipe:
 
     Attributes:
         objective: `type`, one of `triptych.training.objectives`, and options of its collator.
+        data, tokenizer, generation, bleu, low_rank: sections with keys of their own, such as those of `DataRecipe`.
         model: fields of the configuration; besides, `topology` where the objective has several, `preset: NAME` to
             change that one, or `path: FOLDER` to start from the weights of a trained model; and the backend,
             `attn_implementation`.
         attention_transfer: a trained model's folder; layers that are linear attention instead of its softmax learn to
             give its outputs, see `triptych.training.attention_transfer`.
-        low_rank: trains few directions of each weight.
-        output: the run's folder, `runs/NAME` when null; `overwrite` replaces one that is there.
+        output: the run's folder; null is `runs/NAME`.
+        overwrite: replace a run that is there.
+        seed: of first weights, the order of the data, what objectives draw, and dropout.
         max_steps: optimiser updates.
         max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
             processes it is what an update sees.
+        gradient_accumulation_steps: batches of an update.
         length_noise: batches hold examples of like length; above 0 they mix, see `TokenBatchSampler`.
         optimizer: `adamw` (Loshchilov and Hutter 2019), or `muon` (Jordan et al. 2024) for the matrices of the layers
             with AdamW for everything else.
-        schedule: of the learning rate, after `warmup_steps` of linear warm-up; `learning_rate` is its peak.
-            `trapezoidal` stays there until its last `cooldown_steps`, in which it falls to zero.
+        learning_rate: the peak of its schedule.
+        schedule: of the learning rate after the warm-up, `inverse_sqrt`, `cosine`, `linear`, or `trapezoidal`, which
+            stays at the peak until its last `cooldown_steps`, in which it falls to zero.
+        warmup_steps, cooldown_steps: updates in which the learning rate rises to its peak, and falls from it.
+        adam_betas, adam_epsilon: of AdamW.
+        weight_decay: of matrices, not of gains and biases.
         max_grad_norm: gradients are clipped to this norm; null leaves them.
+        label_smoothing: probability that is spread evenly over all labels.
         r_drop: weight with which two passes of a batch, each with its own dropout, are made to agree; see
             `triptych.training.consistency`.
-        mixed_precision: null takes what the launcher says, or float32.
-        log_every: updates between lines of the metrics file; `validate_every`: between validations.
-        save_every: updates between checkpoints, null: after each validation; `keep_checkpoints` of them are kept.
+        mixed_precision: `bf16` or `fp16`; null takes what the launcher says, or float32.
+        log_every, validate_every: updates between lines of the metrics file, and between validations.
+        save_every: updates between checkpoints; null saves one after each validation.
+        keep_checkpoints: how many of them are kept.
         best_metric: of validation, chooses the model that is kept: `loss`, or a metric of the objective.
         patience: validations without a better `best_metric` after which training stops early; null never does.
         average_checkpoints: the final model is the mean of the last so many checkpoints (Vaswani et al. 2017, section

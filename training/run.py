@@ -381,7 +381,8 @@ def write_model(recipe: Recipe, loop: TrainingLoop, model_class: type, output: P
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         if recipe.low_rank.rank:
-            model.generation_config = trained.generation_config
+            if model.can_generate():
+                model.generation_config = trained.generation_config
             model.save_pretrained(staging)
         for path in staging.iterdir():
             path.replace(output / path.name)

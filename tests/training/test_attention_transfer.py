@@ -139,6 +139,18 @@ def test_low_rank_refuses_layers_that_are_not_there():
         load_recipe("dates", [*TINY, "low_rank.rank=-1"])
 
 
+def test_low_rank_of_a_model_that_does_not_write_by_muon(tmp_path):
+    """An encoder has no generation settings to hand on, and what learns are matrices of layers alone."""
+    options = write_files(tmp_path), tmp_path, "masked_lm", "encoder"
+    train(make_recipe(*options, f"output={tmp_path / 'base'}"))
+    rank = ["low_rank.rank=2", "optimizer=muon", f"model.path={tmp_path / 'base'}"]
+    train(make_recipe(*options, *rank, f"output={tmp_path / 'tuned'}"))
+    old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "tuned"))
+    assert old.keys() == new.keys()
+    changed = {name.split(".")[-2] for name in new if not torch.equal(new[name], old[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
 def test_from_softmax_to_linear_in_three_recipes(tmp_path):
     """A model learns, its linear copy learns its attention, then few directions learn the objective again."""
     files = write_files(tmp_path)
