@@ -22,7 +22,8 @@ from triptych.training.objectives import OBJECTIVES
 
 CONFIGURATIONS = (triptych.TriptychConfig, TriptychStackConfig, *TOPOLOGIES.values())
 SECTIONS = [cls for cls in vars(recipe).values() if is_dataclass(cls) and cls is not recipe.Recipe]
-FUNCTIONS = (triptych.import_model, triptych.export_model, triptych.TriptychPreTrainedModel.save_pretrained)
+MODEL = triptych.TriptychPreTrainedModel
+FUNCTIONS = (triptych.import_model, triptych.export_model, MODEL.save_pretrained, MODEL.push_to_hub)
 BEGIN = """# Reference
 
 Made from the code by `make reference`. [The tutorial](tutorial.md) explains what the fields mean, and
@@ -129,7 +130,7 @@ def commands(group, name: str) -> str:
             (code([one.metavar or one.opts[0]]), "" if one.default is None else code([one.default]), one.help)
             for one in command.params
         ]
-        says = command.help.split("[bold]")[0].strip()
+        says = command.help.split("**")[0].strip()
         parts.append(paragraphs(f"### {usage}", says, table(("argument", "default", "meaning"), *rows)))
         if hasattr(command, "commands"):
             parts.append(commands(command, f"{name} {child}"))
