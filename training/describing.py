@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from triptych.configuration_triptych import TriptychStackConfig
 from triptych.training.accounting import BACKWARD, Account, account, seen_keys, stack_configs, typical_query, visible
 
-CELLS = 32  # of a drawing of what a layer sees, across
+STRIP, PICTURE = 24, 64  # cells across a drawing of what one token sees, of what all do
 
 
 @dataclass
@@ -21,7 +21,7 @@ class LayerView:
         kind: its layer type, as the configuration names it.
         says: the kind and its settings in words.
         seen: tokens that the typical one sees, of T.
-        row: what that token sees, a share of visible ones for each of `CELLS` cells of the text.
+        row: what that token sees, a share of visible ones for each of `STRIP` cells of the text.
     """
 
     number: int
@@ -62,21 +62,26 @@ def view_stack(name: str, config: TriptychStackConfig, length: int) -> StackView
     query = torch.tensor([typical_query(config, length)])
     layers = []
     for layer_idx, layer_type in enumerate(config.layer_types):
-        row = shares(visible(config, layer_idx, length, query), 1)[0].tolist()
+        row = shares(visible(config, layer_idx, length, query), 1, STRIP)[0].tolist()
         says = describe_layer(config, layer_idx)
         layers.append(LayerView(layer_idx + 1, layer_type, says, seen_keys(config, layer_idx, length), row))
     return StackView(name, describe_stack(config), layers)
 
 
-def shares(sees: torch.Tensor, rows: int) -> torch.Tensor:
-    """Which part of each cell is visible, of booleans [Q, T]: at most `rows` by `CELLS` cells."""
-    cells = min(CELLS, sees.shape[1])
-    return F.adaptive_avg_pool2d(sees.float()[None], (min(rows, len(sees)), cells))[0]
+def shares(sees: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Which part of each cell is visible, of booleans [Q, T]: at most `rows` by `columns` cells."""
+    cells = min(rows, sees.shape[0]), min(columns, sees.shape[1])
+    return F.adaptive_avg_pool2d(sees.float()[None], cells)[0]
 
 
 def pattern(config: TriptychStackConfig, layer_idx: int, length: int) -> list[list[float]]:
-    """Who sees whom in a layer, as a picture of shares: a row for each of `CELLS` parts of the text."""
-    return shares(visible(config, layer_idx, length, torch.arange(length)), CELLS).tolist()
+    """Who sees whom in a layer, as a picture of shares: a row for each of `PICTURE` parts of the text."""
+    return shares(visible(config, layer_idx, length, torch.arange(length)), PICTURE, PICTURE).tolist()
+
+
+def show_seen(layer: LayerView, length: int) -> str:
+    """What a layer's typical token meets of a text of `length` tokens, in words."""
+    return "a state" if layer.kind == "linear_attention" else f"{layer.seen:,} of {length:,} keys"
 
 
 def describe_layer(config: TriptychStackConfig, layer_idx: int) -> str:

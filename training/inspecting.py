@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
@@ -19,7 +19,7 @@ from triptych.configs import preset_names
 from triptych.training.accounting import Account, stack_configs
 from triptych.training.attention_maps import AttentionMaps, read_attention
 from triptych.training.converting import find_tokenizer
-from triptych.training.describing import Inspection, LayerView, StackView, costs, inspect_model
+from triptych.training.describing import Inspection, LayerView, StackView, costs, inspect_model, show_seen
 from triptych.training.errors import UserError, as_user_error, unknown_name
 from triptych.training.inspection_page import build_page
 from triptych.training.plots import LAYER_COLORS, plot_maps, plot_positions
@@ -138,9 +138,9 @@ def show_inspection(inspection: Inspection, as_json: bool, console: Console | No
         print(json.dumps(asdict(inspection)))
         return
     console = console or Console()
-    without = "" if inspection.has_weights else "  (a preset, without weights)"
+    without = "" if inspection.has_weights else " (a preset without weights)"
     console.print()
-    console.print(f"[bold]{inspection.name}[/bold]  {inspection.model}{without}", highlight=False)
+    console.print(Text.assemble((inspection.name, "bold"), f"  {inspection.model}{without}"), soft_wrap=True)
     for stack in inspection.stacks:
         console.print()
         console.print(drawing(stack, inspection.account.length))
@@ -152,34 +152,29 @@ def show_inspection(inspection: Inspection, as_json: bool, console: Console | No
 def drawing(stack: StackView, length: int) -> RenderableType:
     """A line for each layer: what its typical token sees, and what its attention is."""
     heading = Text.assemble((stack.name, "bold"), "  ", " · ".join(stack.says))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(justify="right", style="dim")
+    table = Table.grid(Column(justify="right", style="dim"), Column(no_wrap=True), "", "", padding=(0, 2))
     for layer in reversed(stack.layers):  # as in figure 1 of the 2017 paper, the first is at the bottom
-        table.add_row(str(layer.number), strip(layer), layer.says, f"{layer.seen:,} of {length:,} keys")
+        table.add_row(str(layer.number), strip(layer), layer.says, show_seen(layer, length))
     return Group(heading, Padding(table, (0, 0, 0, 2)))
 
 
 def strip(layer: LayerView) -> Text:
     """What a token sees, drawn with characters; of linear attention, that there is a state."""
-    if layer.kind == "linear_attention":
-        return Text("~" * len(layer.row), style=LAYER_COLORS[layer.kind])
-    return Text("".join(SHADES[math.ceil(share * 4)] for share in layer.row), style=LAYER_COLORS[layer.kind])
+    is_linear = layer.kind == "linear_attention"
+    drawn = "~" * len(layer.row) if is_linear else "".join(SHADES[math.ceil(share * 4)] for share in layer.row)
+    return Text(drawn, style=LAYER_COLORS[layer.kind])
 
 
-def parameter_table(counted: Account) -> Table:
-    """Parameters of each part, and their share."""
-    caption = "; ".join(counted.tied)
-    table = Table(
-        "", "parameters", "share", "", title_justify="left", caption=f"Counted once: {caption}." if caption else None
-    )
-    table.columns[1].justify = table.columns[2].justify = "right"
+def parameter_table(counted: Account) -> Group:
+    """Parameters of each part, and their share; below, what is counted once."""
+    table = Table("", Column("parameters", justify="right"), Column("share", justify="right"), "")
     for part in counted.parts:
         share = part.parameters / counted.parameters
         name = f"{part.stack} {part.name}".strip()
         table.add_row(name, f"{part.parameters:,}", f"{100 * share:.1f} %", "█" * math.ceil(share * 24))
     table.add_section()
     table.add_row("all", f"{counted.parameters:,}", "", "", style="bold")
-    return table
+    return Group(table, *(Text(f"counted once: {sentence}", style="dim") for sentence in counted.tied))
 
 
 def cost_table(counted: Account) -> Table:

@@ -20,7 +20,7 @@ import torch
 from triptych.configuration_triptych import TriptychStackConfig
 from triptych.training.accounting import Account
 from triptych.training.attention_maps import AttentionMaps
-from triptych.training.describing import Inspection, LayerView, StackView, costs, pattern
+from triptych.training.describing import Inspection, LayerView, StackView, costs, pattern, show_seen
 from triptych.training.plots import plot_losses, plot_positions
 from triptych.training.position_views import PositionView
 
@@ -55,14 +55,14 @@ def build_page(
         metrics: of a training, if there was one.
     """
     sections = [("layers", "Layers", layers_section(inspection, configs))]
-    sections += [("parameters", "Parameters", parameters_section(inspection.account))]
-    sections += [("costs", "Costs", costs_section(inspection.account))]
     if maps:
         sections.append(("attention", "Attention", ATTENTION))
+    sections.append(("parameters", "Parameters", parameters_section(inspection.account)))
+    sections.append(("costs", "Costs", costs_section(inspection.account)))
     if views:
-        sections.append(("positions", "Positions", figure(lambda file: plot_positions(views, file))))
+        sections.append(("positions", "Positions", figure("positions", lambda file: plot_positions(views, file))))
     if metrics:
-        sections.append(("training", "Training", figure(lambda file: plot_losses(metrics, file, "loss"))))
+        sections.append(("training", "Training", figure("training", lambda file: plot_losses(metrics, file, "loss"))))
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
     body = header(inspection) + f'<nav aria-label="Sections">{links}</nav>\n'
     for name, title, content in sections:
@@ -116,7 +116,7 @@ def mask_drawings(stack: StackView, config: TriptychStackConfig, length: int) ->
         kind = config.layer_kind(layer_idx)
         if kind not in drawings:
             drawings[kind] = mask_drawing(pattern(config, layer_idx, length), layer)
-            kinds[layer.says] = layer, f"{layer.seen:,} of {length:,} keys"
+            kinds[layer.says] = layer, show_seen(layer, length)
         items.append(f"<li>{drawings[kind]}{layer.number}</li>")
     legend = "".join(
         f'<li class="{color_of(layer)}"><span>{escape(says)}: {seen}</span></li>'
@@ -231,11 +231,11 @@ def costs_section(counted: Account) -> str:
 # Attention and pictures
 
 ATTENTION = """<p class="quiet">A row is a token that looks, a column one that it looks at; the weights of a row sum
-to 1. Each map is coloured from 0 to its own largest weight.</p>
+to 1. Each map is coloured from 0 to its own largest weight, by the square root, so that small weights show.</p>
 <div class="card">
 <div class="controls">
 <fieldset id="kinds"><legend>attention of</legend></fieldset>
-<div><label for="layer">layer</label><br><select id="layer"></select></div>
+<div><label for="layer">layer</label><select id="layer"></select></div>
 </div>
 <p id="linear" hidden>This layer is linear attention: it keeps a state and compares no pairs of tokens, so there is no
 map.</p>
@@ -273,11 +273,12 @@ def pack(weights: torch.Tensor) -> str:
     return base64.b64encode(zlib.compress(units.tobytes(), level=9)).decode()
 
 
-def figure(draw: Callable[[io.StringIO], None]) -> str:
-    """A picture of matplotlib as part of the page, in its colours."""
+def figure(name: str, draw: Callable[[io.StringIO], None]) -> str:
+    """A picture of matplotlib as part of the page, in its colours; `name` sets its ids apart from other pictures'."""
     file = io.StringIO()
     with plt.rc_context(PLOT_STYLE):
         draw(file)
     svg = file.getvalue()
-    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
-    return f'<div class="card scroll figure">{re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)}</div>'
+    svg = re.sub("<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL).replace(INK, "currentColor")
+    svg = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", svg)
+    return f'<div class="card scroll figure">{svg}</div>'

@@ -8,6 +8,8 @@ import matplotlib
 matplotlib.use("Agg")  # files only: no display is needed
 
 import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import PowerNorm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from triptych.training.attention_maps import AttentionMaps, read_attention
@@ -17,6 +19,7 @@ from triptych.training.reporting import read_metrics
 # Colours of the palette by Okabe and Ito (2008), told apart with any colour vision.
 TRAINING_COLOR, VALIDATION_COLOR = "#0072B2", "#D55E00"
 SCORE_COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MOST_LABELS = 48  # tokens that are named beside a map; more could not be read
 # Of what a layer sees.
 LAYER_COLORS = {
     "full_attention": "#0072B2",
@@ -145,21 +148,25 @@ def plot_cross_attention(
 def plot_maps(maps: AttentionMaps, layer_idx: int, picture: Path) -> None:
     """Draw every head of one layer side by side, each from none of the weight to its largest, to a PNG file."""
     weights = maps.layers[layer_idx].numpy()
-    columns = min(4, len(weights))
-    rows = -(-len(weights) // columns)
-    width, height = (max(2.4, 0.16 * len(labels) + 0.8) for labels in (maps.keys, maps.queries))
+    columns = next(number for number in (4, 3, 2, 1) if len(weights) % number == 0)
+    is_labelled = max(len(maps.keys), len(maps.queries)) <= MOST_LABELS
+    width, height = (max(2.4, 0.16 * len(labels) if is_labelled else 0) + 0.4 for labels in (maps.keys, maps.queries))
+    size = columns * width, len(weights) // columns * height
     figure, panels = plt.subplots(
-        rows, columns, figsize=(columns * width, rows * height), layout="constrained", squeeze=False
+        len(weights) // columns, columns, figsize=size, layout="constrained", sharex=True, sharey=True, squeeze=False
     )
-    for panel in panels.flat[len(weights) :]:
-        panel.remove()
-    for head, (panel, values) in enumerate(zip(panels.flat[: len(weights)], weights, strict=True)):
-        panel.imshow(values, cmap="cividis", vmin=0, aspect="auto")
-        panel.set_title(f"head {head + 1}: up to {values.max():.2f}", fontsize=9)
-        panel.set_xticks(range(len(maps.keys)), maps.keys, fontsize=7)
+    for head, (panel, values) in enumerate(zip(panels.flat, weights, strict=True)):
+        # By the square root, as most weights of long texts are small.
+        panel.imshow(values, cmap="cividis", norm=PowerNorm(0.5, vmin=0), aspect="auto")
+        panel.set_title(f"head {head + 1}: 0 to {values.max():.2f}", fontsize=9)
+    if is_labelled:
+        panel.set_yticks(range(len(maps.queries)), maps.queries)
+        panel.set_xticks(range(len(maps.keys)), maps.keys)
+    for panel in panels.flat:
+        panel.tick_params(labelsize=7)
+    for panel in panels[-1]:
         for label in panel.get_xticklabels():
             label.set_rotation(90 if len(label.get_text()) > 2 else 0)
-        panel.set_yticks(range(len(maps.queries)), maps.queries, fontsize=7)
     figure.suptitle(f"{maps.kind}, layer {layer_idx + 1}: who (rows) looks at whom (columns)")
     figure.savefig(picture, dpi=100)
     plt.close(figure)
@@ -175,8 +182,9 @@ def plot_positions(views: list[PositionView], picture: Path) -> None:
             panel.set(xlabel="position", ylabel="position")
             figure.colorbar(image, label="cosine")
             continue
-        for place, (name, values) in enumerate(view.curves.items()):
-            color = plt.get_cmap("cividis")(place / len(view.curves)) if len(view.curves) > 1 else TRAINING_COLOR
+        shades = plt.get_cmap("viridis")(np.linspace(0.25, 0.85, len(view.curves)))
+        colors = SCORE_COLORS if len(view.curves) < len(SCORE_COLORS) else shades
+        for (name, values), color in zip(view.curves.items(), colors, strict=False):
             panel.plot(view.distances.numpy(), values.numpy(), label=name.replace("_", " "), color=color)
         panel.set(xlabel="distance of the key from the query, in tokens")
         panel.grid(alpha=0.3)

@@ -69,12 +69,11 @@ def stack_views(stack: str, config: TriptychStackConfig, module: nn.Module) -> I
         yield PositionView([stack], f"how alike {kind} positions are", vectors @ vectors.T)
     elif kind == "rotary":
         distances = torch.arange(MOST_DISTANCE + 1)
-        yield PositionView(
-            [stack],
-            "mean cosine of the rotations",
-            distances=distances,
-            curves={name: mean_rotation(config, rope, distances) for name, rope in rope_by_layer_type(config).items()},
-        )
+        ropes = rope_by_layer_type(config)
+        if all(rope == config.rope_parameters for rope in ropes.values()):
+            ropes = {"all layers": config.rope_parameters}
+        curves = {name: mean_rotation(config, rope, distances) for name, rope in ropes.items()}
+        yield PositionView([stack], "mean cosine of the rotations", distances=distances, curves=curves)
     elif kind == "alibi" or (kind == "relative" and not is_meta):
         after = 0 if is_causal(config) else MOST_DISTANCE // 2
         distances = torch.arange(-MOST_DISTANCE // 2, after + 1)
