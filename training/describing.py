@@ -8,7 +8,16 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from triptych.configuration_triptych import TriptychStackConfig
-from triptych.training.accounting import BACKWARD, Account, account, seen_keys, stack_configs, typical_query, visible
+from triptych.training.accounting import (
+    BACKWARD,
+    Account,
+    account,
+    is_causal,
+    seen_keys,
+    stack_configs,
+    typical_query,
+    visible,
+)
 
 STRIP, PICTURE = 24, 64  # cells across a drawing of what one token sees, of what all do
 
@@ -33,9 +42,10 @@ class LayerView:
 
 @dataclass
 class StackView:
-    """A stack in words, and its layers."""
+    """A stack in words, and its layers; `typical` says which token of a text stands for all."""
 
     name: str
+    typical: str
     says: list[str]
     layers: list[LayerView]
 
@@ -65,7 +75,7 @@ def view_stack(name: str, config: TriptychStackConfig, length: int) -> StackView
         row = shares(visible(config, layer_idx, length, query), 1, STRIP)[0].tolist()
         says = describe_layer(config, layer_idx)
         layers.append(LayerView(layer_idx + 1, layer_type, says, seen_keys(config, layer_idx, length), row))
-    return StackView(name, describe_stack(config), layers)
+    return StackView(name, "last" if is_causal(config) else "middle", describe_stack(config), layers)
 
 
 def shares(sees: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -155,7 +155,8 @@ def drawing(stack: StackView, length: int) -> RenderableType:
     table = Table.grid(Column(justify="right", style="dim"), Column(no_wrap=True), "", "", padding=(0, 2))
     for layer in reversed(stack.layers):  # as in figure 1 of the 2017 paper, the first is at the bottom
         table.add_row(str(layer.number), strip(layer), layer.says, show_seen(layer, length))
-    return Group(heading, Padding(table, (0, 0, 0, 2)))
+    drawn = Text(f"what the {stack.typical} token of {length:,} sees, in each layer", style="dim")
+    return Group(heading, Padding(Group(table, drawn), (0, 0, 0, 2)))
 
 
 def strip(layer: LayerView) -> Text:

@@ -100,10 +100,10 @@ def layers_section(inspection: Inspection, configs: dict[str, TriptychStackConfi
     for stack in inspection.stacks:
         config = configs[stack.name]
         parts.append(
-            f'<div class="card">\n<h3 style="margin-top:0">{escape(stack.name.capitalize())}</h3>\n'
+            f'<div class="card">\n<h3>{escape(stack.name.capitalize())}</h3>\n'
             f'<p class="quiet">{escape(" · ".join(stack.says))}</p>\n'
-            f'<div class="scroll">{block_drawing(config)}</div>\n'
-            f"{mask_drawings(stack, config, length)}\n</div>"
+            f'<div class="stack"><div class="scroll">{block_drawing(config)}</div>\n'
+            f"{mask_drawings(stack, config, length)}</div>\n</div>"
         )
     return "\n".join(parts)
 
