@@ -20,7 +20,7 @@ for each of the forward: one for the gradient of either factor.
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -97,8 +97,8 @@ class Account:
     tied: list[str]
     weight_bytes: int
     length: int
-    flops: dict[str, int] = field(default_factory=dict)
-    cache: Cache | None = None
+    flops: dict[str, int]
+    cache: Cache | None
 
 
 def account(model: PreTrainedModel, length: int) -> Account:
@@ -209,24 +209,24 @@ def count_flops(model: PreTrainedModel, length: int) -> dict[str, int]:
     What is done once for a text, such as pooling and classifying it, is left out.
     """
     configs = stack_configs(model.config)
-    counts = dict.fromkeys(configs, 0)
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        is_product = isinstance(module, (nn.Linear, nn.Conv2d, TriptychFeatureMap)) and weight is not None
-        if is_product and not is_once_a_text(model, name):
-            stack = reader(name, counts)
-            depth = configs[stack].num_hidden_layers if configs[stack].share_layers and ".layers." in f".{name}" else 1
-            counts[stack] += 2 * weight.numel() * depth
+    counts = projection_flops(model)
     for stack, config in configs.items():
-        for layer_idx, layer_type in enumerate(config.layer_types):
-            if layer_type == "linear_attention":
-                counts[stack] += linear_attention_flops(config, length) * (1 if is_causal(config) else 2)
-            else:
-                counts[stack] += attention_flops(config, seen_keys(config, layer_idx, length))
+        counts[stack] += sum(layer_flops(config, layer_idx, length) for layer_idx in range(config.num_hidden_layers))
         if getattr(config, "add_cross_attention", False):
-            for reading_stack, flops in cross_attention_flops(config, length).items():
-                if reading_stack in counts:  # whose encoder is no part of the model, reads states that are given
-                    counts[reading_stack] += flops * config.num_hidden_layers
+            counts.update(cross_attention_flops(config, length))
+    return {stack: counts[stack] for stack in configs}
+
+
+def projection_flops(model: PreTrainedModel) -> Counter[str]:
+    """Of all products with weights."""
+    configs = stack_configs(model.config)
+    counts = Counter()
+    for name, module in model.named_modules():
+        is_product = isinstance(module, (nn.Linear, nn.Conv2d, TriptychFeatureMap)) and hasattr(module, "weight")
+        if is_product and not is_once_a_text(model, name):
+            stack = reader(name, list(configs))
+            is_shared = configs[stack].share_layers and re.search(r"\blayers\.", name)
+            counts[stack] += 2 * module.weight.numel() * (configs[stack].num_hidden_layers if is_shared else 1)
     return counts
 
 
@@ -236,13 +236,17 @@ def is_once_a_text(model: PreTrainedModel, name: str) -> bool:
     return "pooler" in name or name == "seq_relationship" or (is_head and getattr(model, "reads_texts", False))
 
 
-def reader(name: str, stacks: dict[str, int]) -> str:
+def reader(name: str, stacks: list[str]) -> str:
     """Which stack's tokens a module works on: keys and values of cross-attention are made of the encoder's."""
-    *_, last = stacks
-    if len(stacks) == 1:
-        return last
-    is_memory = re.search(r"cross_attn\.(k_proj|v_proj|k_features|strength_proj)", name)
-    return "encoder" if is_memory or "encoder." in name else last
+    is_memory = re.search(r"\bencoder\.|cross_attn\.(k_proj|v_proj|k_features|strength_proj)", name)
+    return stacks[0] if is_memory else stacks[-1]
+
+
+def layer_flops(config: TriptychStackConfig, layer_idx: int, length: int) -> int:
+    """Of a layer's self-attention, besides its projections."""
+    if config.layer_types[layer_idx] == "linear_attention":
+        return linear_attention_flops(config, length) * (1 if is_causal(config) else 2)
+    return attention_flops(config, seen_keys(config, layer_idx, length))
 
 
 def attention_flops(config: TriptychStackConfig, keys: int) -> int:
@@ -260,12 +264,13 @@ def linear_attention_flops(config: TriptychStackConfig, length: int) -> int:
 
 
 def cross_attention_flops(config: TriptychStackConfig, length: int) -> dict[str, int]:
-    """Of one layer: of a token that asks, and of one of the encoder's, which linear attention writes into a state."""
-    if not config.linear_cross_attention:
-        return {"decoder": attention_flops(config, length)}
-    features, values = state_size(config)
-    asking = 2 * config.num_attention_heads * features * values
-    return {"decoder": asking, "encoder": linear_attention_flops(config, length)}
+    """Of all layers: of a token that asks, and of one of the encoder's, which linear attention writes into a state."""
+    asking, written = attention_flops(config, length), 0
+    if config.linear_cross_attention:
+        features, values = state_size(config)
+        asking = 2 * config.num_attention_heads * features * values
+        written = linear_attention_flops(config, length)
+    return {"decoder": asking * config.num_hidden_layers, "encoder": written * config.num_hidden_layers}
 
 
 def state_size(config: TriptychStackConfig) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from triptych.training.accounting import stack_configs
+from triptych.configuration_triptych import TriptychStackConfig
 from triptych.training.errors import UserError, as_user_error
 
 MOST_TOKENS = 256  # of a text; the page holds the weights of all pairs of tokens, layers and heads
@@ -47,30 +47,35 @@ def read_attention(
     if target is not None and not is_pair:
         raise UserError(f"--target is for an encoder-decoder, but the model is of topology '{model.config.topology}'")
     model.eval()
-    inputs = tokenizer(text, return_tensors="pt").to(model.device)
-    check_length("--text", inputs["input_ids"])
-    source = token_labels(tokenizer, inputs["input_ids"][0])
+    input_ids = tokenizer(text, return_tensors="pt")["input_ids"].to(model.device)
+    check_length("--text", input_ids)
+    source = token_labels(tokenizer, input_ids[0])
+    options = dict(output_attentions=True, use_cache=False)
     with as_user_error("the model cannot read this text"):
         if not is_pair:
-            attentions = model(**inputs, output_attentions=True, use_cache=False).attentions
-            return [AttentionMaps("self-attention", source, source, by_layer(model, model.config.topology, attentions))]
-        written = target_ids(model, tokenizer, inputs, target)
+            layers = by_layer(linear_layers(model.config), model.base_model(input_ids, **options).attentions)
+            return [AttentionMaps("self-attention", source, source, layers)]
+        written = target_ids(model, tokenizer, input_ids, target)
         check_length("--target", written)
-        outputs = model(**inputs, decoder_input_ids=written[:, :-1], output_attentions=True, use_cache=False)
+        outputs = model.base_model(input_ids, decoder_input_ids=written[:, :-1], **options)
     read, said = token_labels(tokenizer, written[0, :-1]), token_labels(tokenizer, written[0, 1:])
+    encoder, decoder = model.config.encoder, model.config.decoder
+    are_linear = [decoder.linear_cross_attention] * decoder.num_hidden_layers
     return [
-        AttentionMaps("encoder", source, source, by_layer(model, "encoder", outputs.encoder_attentions)),
-        AttentionMaps("decoder", read, read, by_layer(model, "decoder", outputs.decoder_attentions)),
-        AttentionMaps("cross-attention", said, source, by_layer(model, "cross", outputs.cross_attentions)),
+        AttentionMaps("encoder", source, source, by_layer(linear_layers(encoder), outputs.encoder_attentions)),
+        AttentionMaps("decoder", read, read, by_layer(linear_layers(decoder), outputs.decoder_attentions)),
+        AttentionMaps("cross-attention", said, source, by_layer(are_linear, outputs.cross_attentions)),
     ]
 
 
 def target_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: dict[str, torch.Tensor], target: str | None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, input_ids: torch.Tensor, target: str | None
 ) -> torch.Tensor:
     """What the decoder is to read and write, [1, 1 + T]: its first input and then the target's tokens."""
+    if target is None and not model.can_generate():
+        raise UserError(f"--target is needed, as {type(model).__name__} has no head that writes")
     if target is None:
-        return model.generate(**inputs)
+        return model.generate(input_ids)
     labels = tokenizer(text_target=target, return_tensors="pt")["input_ids"].to(model.device)
     start = labels.new_full((1, 1), model.config.decoder_start_token_id)
     return torch.cat((start, labels), dim=1)
@@ -81,14 +86,15 @@ def check_length(option: str, ids: torch.Tensor) -> None:
         raise UserError(f"{option} has {ids.shape[1]} tokens, but maps are drawn of 1 to {MOST_TOKENS}")
 
 
-def by_layer(model: PreTrainedModel, stack: str, attentions: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
-    """Recorded weights [1, H, T, S] by layer, as those of linear attention record none."""
-    config = stack_configs(model.config)["decoder" if stack == "cross" else stack]
-    linear = [layer_type == "linear_attention" for layer_type in config.layer_types]
-    if stack == "cross":
-        linear = [config.linear_cross_attention] * len(linear)
+def linear_layers(config: TriptychStackConfig) -> list[bool]:
+    """Of each layer, whether its self-attention is linear."""
+    return [layer_type == "linear_attention" for layer_type in config.layer_types]
+
+
+def by_layer(are_linear: list[bool], attentions: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
+    """Recorded weights [1, H, T, S] as those of each layer; linear attention records none."""
     recorded = iter(attentions)
-    return [None if is_linear else next(recorded)[0].float().cpu() for is_linear in linear]
+    return [None if is_linear else next(recorded)[0].float().cpu() for is_linear in are_linear]
 
 
 def token_labels(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> list[str]:

@@ -21,6 +21,7 @@ from triptych.configuration_triptych import TriptychStackConfig
 from triptych.training.accounting import Account
 from triptych.training.attention_maps import AttentionMaps
 from triptych.training.describing import Inspection, LayerView, StackView, costs, pattern, show_seen
+from triptych.training.errors import as_user_error
 from triptych.training.plots import plot_losses, plot_positions
 from triptych.training.position_views import PositionView
 
@@ -62,7 +63,9 @@ def build_page(
     if views:
         sections.append(("positions", "Positions", figure("positions", lambda file: plot_positions(views, file))))
     if metrics:
-        sections.append(("training", "Training", figure("training", lambda file: plot_losses(metrics, file, "loss"))))
+        with as_user_error(f"'{metrics}' cannot be drawn"):
+            curves = figure("training", lambda file: plot_losses(metrics, file, "loss"))
+        sections.append(("training", "Training", curves))
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
     body = header(inspection) + f'<nav aria-label="Sections">{links}</nav>\n'
     for name, title, content in sections:

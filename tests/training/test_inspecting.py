@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForMultipleChoice,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from triptych import TriptychConfig, TriptychForCausalLM, TriptychForConditionalGeneration, TriptychForMaskedLM
 from triptych.configs import preset_names
@@ -19,6 +26,7 @@ from triptych.training.attention_maps import read_attention
 from triptych.training.decoding_bench import cache_size
 from triptych.training.describing import inspect_model
 from triptych.training.inspecting import build_preset, choose_length, show_inspection
+from triptych.training.position_views import view_positions
 from triptych.training.tokenization import train_tokenizer
 
 MODELS = {
@@ -159,6 +167,36 @@ def test_every_parameter_is_counted_once_in_its_part(topology, shape):
     assert is_tied == any(sentence.startswith("lm_head.weight is") for sentence in counted.tied)
 
 
+@pytest.mark.parametrize("kind", ["sinusoidal", "learned", "rotary", "relative", "alibi", "none"])
+def test_positions_are_drawn_as_the_model_has_them(kind):
+    """Cosines of position vectors by hand; of distances, what is added to a score or left of one."""
+    model = tiny_model("decoder", position_embedding_type=kind)
+    views = view_positions(model)
+    if kind == "none":
+        assert not views
+        return
+    (view,) = views
+    if kind in ("sinusoidal", "learned"):
+        angles = np.arange(128)[:, None] / 10000 ** (np.arange(0, 32, 2) / 32)
+        vectors = np.concatenate((np.sin(angles), np.cos(angles)), axis=1)
+        if kind == "learned":
+            vectors = model.model.embed_positions.weight.detach().numpy()[:128]
+        vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        np.testing.assert_allclose(view.similarity, vectors @ vectors.T, atol=1e-5)
+        return
+    for head, (name, values) in enumerate(view.curves.items()):
+        if kind == "rotary":
+            angles = np.arange(257)[:, None] / 10000 ** (np.arange(0, 8, 2) / 8)
+            expected = np.cos(angles).mean(1)
+        elif kind == "alibi":
+            expected = 2.0 ** (-2 * (head + 1)) * view.distances.numpy()
+        else:
+            buckets = [min(-distance, 15) for distance in view.distances.tolist() if distance > -16]
+            expected = model.model.relative_bias.relative_attention_bias.weight[buckets, head].detach().numpy()
+            values = values[-len(buckets) :]
+        np.testing.assert_allclose(values, expected, atol=1e-5, err_msg=name)
+
+
 def test_presets_have_the_sizes_of_their_papers():
     """BERT has 110 million parameters (Devlin et al. 2019), the base and big models of 2017 65 and 213 million."""
     sizes = {"bert_base": 110e6, "transformer_base": 65e6, "transformer_big": 213e6, "gpt2_small": 124e6}
@@ -286,6 +324,17 @@ def test_what_a_model_writes_stands_in_the_place_of_a_target(saved):
     assert maps.queries == [tokenizer.decode([token]).strip() for token in written]
 
 
+def test_any_head_can_be_looked_at(saved):
+    """A head for several choices reads texts in another shape, and answers of a base model are no logits."""
+    folder = saved("encoder")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for head in (AutoModelForMultipleChoice, AutoModelForTokenClassification, AutoModel):
+        model = head.from_pretrained(folder, attn_implementation="eager")
+        (maps,) = read_attention(model, tokenizer, "the cat sat")
+        assert maps.queries == maps.keys == ["<s>", "the", "cat", "sat", "</s>"]
+        assert sum(account(model, LENGTH).flops.values()) > 0
+
+
 def test_a_layer_of_linear_attention_has_no_map(command, saved, tmp_path):
     folder = saved("decoder", layer_types=["linear_attention", "full_attention"])
     code, _, err = command("inspect", folder, "--text", "the cat sat", "--output", "seen")
@@ -325,6 +374,7 @@ def test_json_is_one_object(command, tmp_path):
         ("encoder", ["--text", "the cat " * 9], "the model cannot read this text: `position_ids` has"),
         ("encoder", ["--text", "the " * 300], "--text has 302 tokens, but maps are drawn of 1 to 256"),
         ("encoder", ["--output", "encoder/config.json"], "cannot be written"),
+        ("encoder_decoder", ["--text", "the " * 9, "--target", "the " * 20], "the model cannot read this text"),
     ],
 )
 def test_bad_arguments_are_one_sentence(command, saved, tmp_path, topology, arguments, sentence):
