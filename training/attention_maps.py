@@ -75,7 +75,7 @@ def target_ids(
     if target is None and not model.can_generate():
         raise UserError(f"--target is needed, as {type(model).__name__} has no head that writes")
     if target is None:
-        return model.generate(input_ids)
+        return model.generate(input_ids, attention_mask=torch.ones_like(input_ids))[:1]
     labels = tokenizer(text_target=target, return_tensors="pt")["input_ids"].to(model.device)
     start = labels.new_full((1, 1), model.config.decoder_start_token_id)
     return torch.cat((start, labels), dim=1)

@@ -50,9 +50,9 @@ def run_inspection(
     with as_user_error(f"--output '{output}' cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
         (output / PAGE).write_text(page, encoding="utf-8")
-        if views:
-            plot_positions(views, output / POSITIONS)
-        draw_maps(maps, output / MAPS)
+    if views:
+        plot_positions(views, output / POSITIONS)
+    draw_maps(maps, output / MAPS)
     show_inspection(inspection, as_json)
     if not as_json:
         print(f"Page: {output / PAGE}")

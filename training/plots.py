@@ -137,12 +137,17 @@ def plot_cross_attention(
     width, height = (max(4.0, 0.28 * len(labels) + 2) for labels in (maps.keys, maps.queries))
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     image = axes.imshow(maps.layers[-1].mean(0).numpy(), cmap="cividis", vmin=0, aspect="auto")
-    axes.set_xticks(range(len(maps.keys)), maps.keys)
-    axes.set_yticks(range(len(maps.queries)), maps.queries)
+    axes.set_xticks(range(len(maps.keys)), _plain(maps.keys))
+    axes.set_yticks(range(len(maps.queries)), _plain(maps.queries))
     axes.set(title="Cross-attention, last layer, mean of heads", xlabel="source token", ylabel="target token")
     figure.colorbar(image, label="attention weight")
     figure.savefig(picture, dpi=150)
     plt.close(figure)
+
+
+def _plain(labels: list[str]) -> list[str]:
+    """Labels that matplotlib does not take for formulae."""
+    return [label.replace("$", r"\$") for label in labels]
 
 
 def plot_maps(maps: AttentionMaps, layer_idx: int, picture: Path) -> None:
@@ -160,8 +165,8 @@ def plot_maps(maps: AttentionMaps, layer_idx: int, picture: Path) -> None:
         panel.imshow(values, cmap="cividis", norm=PowerNorm(0.5, vmin=0), aspect="auto")
         panel.set_title(f"head {head + 1}: 0 to {values.max():.2f}", fontsize=9)
     if is_labelled:
-        panel.set_yticks(range(len(maps.queries)), maps.queries)
-        panel.set_xticks(range(len(maps.keys)), maps.keys)
+        panel.set_yticks(range(len(maps.queries)), _plain(maps.queries))
+        panel.set_xticks(range(len(maps.keys)), _plain(maps.keys))
     for panel in panels.flat:
         panel.tick_params(labelsize=7)
     for panel in panels[-1]:

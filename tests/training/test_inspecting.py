@@ -64,7 +64,7 @@ LAYERS = {
     "sparse": {"sliding_window": 2, "num_random_blocks": 1, "random_block_size": 2},
     "dilated": {"sliding_window": 3, "attention_dilation": [2, 3]},
 }
-WORDS = "the cat sat on a mat <b> </script><script>alert(1)</script> {{data}}"
+WORDS = "the cat sat on a mat $a_$ <b> </script><script>alert(1)</script> {{data}}"
 
 
 def tiny_model(topology: str, **changes) -> PreTrainedModel:
