@@ -4,7 +4,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 PYTEST := $(VENV)/bin/python -m pytest
 
-.PHONY: demo test test-slow test-data lint bench reference clean
+.PHONY: demo test test-slow test-data lint bench pictures reference clean
 
 demo: $(READY)  ## train, evaluate and show the small model of dates
 	$(VENV)/bin/triptych demo
@@ -24,9 +24,15 @@ bench: $(READY)  ## the family beside transformers' own models, on this machine
 reference: $(READY)  ## docs/reference.md, from the docstrings
 	$(VENV)/bin/python docs/reference.py
 
+pictures: runs/demo/model.safetensors  ## of `triptych inspect`, in docs
+	$(VENV)/bin/python docs/pictures.py
+
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+runs/demo/model.safetensors: | $(READY)
+	$(VENV)/bin/triptych demo
 
 clean:
 	rm -rf $(VENV) .cache build *.egg-info

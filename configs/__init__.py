@@ -6,7 +6,13 @@ are launch configurations (`accelerate launch --config_file ...`).
 
 from pathlib import Path
 
+MODELS = Path(__file__).parent / "models"
 RECIPES = Path(__file__).parent / "recipes"
+
+
+def preset_names() -> list[str]:
+    """Return the names of the model presets that ship with the package, sorted."""
+    return sorted(path.stem for path in MODELS.glob("*.json"))
 
 
 def recipe_names() -> list[str]:

@@ -1,4 +1,4 @@
-"""The command `triptych`: train, generate, evaluate, convert, push, demo, bench."""
+"""The command `triptych`: train, generate, evaluate, convert, push, inspect, demo, bench."""
 
 import json
 import math
@@ -238,6 +238,41 @@ def push_command(
     from triptych.training.sharing import push
 
     typer.echo(push(run, repository, private, revision, with_code))
+
+
+@app.command(name="inspect")
+def inspect_command(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A run's folder, a saved model's, a name on the Hub, or a preset's name."),
+    ],
+    text: Annotated[str | None, typer.Option(help="Show where each head looks while the model reads this.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="What an encoder-decoder writes to it; by default what it wants to.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a text, for FLOPs and drawings of layers.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The folder for the page and the pictures.")] = Path("inspection"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, not tables.")] = False,
+) -> None:
+    """Show what a model is made of, what a token costs, what its layers see, and where its heads look.
+
+    Parameters by part, FLOPs and cache of a token, and each layer's attention are printed. The folder gets a page,
+    index.html, that has all of it, with positions, the curves of a training, and maps of attention to point at; and
+    those maps as pictures.
+
+    **Examples**
+
+    triptych inspect bert_base
+
+    triptych inspect runs/demo --text "fr: 14 juillet 1989"
+
+    triptych inspect runs/multi30k_en_de --text "A man is sleeping." --target "Ein Mann schläft." --output seen
+    """
+    from triptych.training.inspecting import run_inspection
+
+    run_inspection(model, text, target, length, output, as_json)
 
 
 @app.command(name="demo")

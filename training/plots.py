@@ -1,4 +1,4 @@
-"""Pictures of a training and of a model: the loss curve, and where cross-attention looks."""
+"""Pictures of a training and of a model: the loss curve, what positions do, and where attention looks."""
 
 from itertools import cycle
 from pathlib import Path
@@ -8,14 +8,25 @@ import matplotlib
 matplotlib.use("Agg")  # files only: no display is needed
 
 import matplotlib.pyplot as plt
-import torch
+import numpy as np
+from matplotlib.colors import PowerNorm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from triptych.training.attention_maps import AttentionMaps, read_attention
+from triptych.training.position_views import PositionView
 from triptych.training.reporting import read_metrics
 
 # Colours of the palette by Okabe and Ito (2008), told apart with any colour vision.
 TRAINING_COLOR, VALIDATION_COLOR = "#0072B2", "#D55E00"
 SCORE_COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MOST_LABELS = 48  # tokens that are named beside a map; more could not be read
+# Of what a layer sees.
+LAYER_COLORS = {
+    "full_attention": "#0072B2",
+    "sliding_attention": "#009E73",
+    "chunked_attention": "#CC79A7",
+    "linear_attention": "#E69F00",
+}
 
 
 def plot_losses(metrics: Path, picture: Path, title: str) -> None:
@@ -114,32 +125,75 @@ def _curve(rows: list[dict[str, float]], key: str) -> tuple[list[float], list[fl
     return [step for step, _ in points], [value for _, value in points]
 
 
-@torch.no_grad()
-def plot_cross_attention(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, picture: Path) -> str:
-    """Draw which source tokens the decoder looks at as it writes each target token; return what it writes.
+def plot_cross_attention(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, picture: Path
+) -> None:
+    """Draw which source tokens the decoder looks at as it writes each target token.
 
     The picture shows the mean over the heads of the last decoder layer. The model must run with
     `attn_implementation="eager"`, the one that returns weights.
     """
-    inputs = tokenizer(source, return_tensors="pt").to(model.device)
-    written = model.generate(**inputs)
-    decoder_inputs, outputs = written[:, :-1], written[0, 1:]
-    attentions = model(**inputs, decoder_input_ids=decoder_inputs, output_attentions=True).cross_attentions
-    weights = attentions[-1][0].mean(0).float().cpu().numpy()  # [T, S]
-
-    source_labels, target_labels = ([_label(tokenizer, id) for id in ids] for ids in (inputs.input_ids[0], outputs))
-    width, height = (max(4.0, 0.28 * len(labels) + 2) for labels in (source_labels, target_labels))
+    *_, maps = read_attention(model, tokenizer, source)
+    width, height = (max(4.0, 0.28 * len(labels) + 2) for labels in (maps.keys, maps.queries))
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
-    image = axes.imshow(weights, cmap="cividis", vmin=0, aspect="auto")
-    axes.set_xticks(range(len(source_labels)), source_labels)
-    axes.set_yticks(range(len(target_labels)), target_labels)
+    image = axes.imshow(maps.layers[-1].mean(0).numpy(), cmap="cividis", vmin=0, aspect="auto")
+    axes.set_xticks(range(len(maps.keys)), _plain(maps.keys))
+    axes.set_yticks(range(len(maps.queries)), _plain(maps.queries))
     axes.set(title="Cross-attention, last layer, mean of heads", xlabel="source token", ylabel="target token")
     figure.colorbar(image, label="attention weight")
     figure.savefig(picture, dpi=150)
     plt.close(figure)
-    return tokenizer.decode(outputs, skip_special_tokens=True)
 
 
-def _label(tokenizer: PreTrainedTokenizerBase, id: int) -> str:
-    text = tokenizer.decode([id])
-    return "␣" if text.isspace() else text.strip()
+def _plain(labels: list[str]) -> list[str]:
+    """Labels that matplotlib does not take for formulae."""
+    return [label.replace("$", r"\$") for label in labels]
+
+
+def plot_maps(maps: AttentionMaps, layer_idx: int, picture: Path) -> None:
+    """Draw every head of one layer side by side, each from none of the weight to its largest, to a PNG file."""
+    weights = maps.layers[layer_idx].numpy()
+    columns = next(number for number in (4, 3, 2, 1) if len(weights) % number == 0)
+    is_labelled = max(len(maps.keys), len(maps.queries)) <= MOST_LABELS
+    width, height = (max(2.4, 0.16 * len(labels) if is_labelled else 0) + 0.4 for labels in (maps.keys, maps.queries))
+    size = columns * width, len(weights) // columns * height
+    figure, panels = plt.subplots(
+        len(weights) // columns, columns, figsize=size, layout="constrained", sharex=True, sharey=True, squeeze=False
+    )
+    for head, (panel, values) in enumerate(zip(panels.flat, weights, strict=True)):
+        # By the square root, as most weights of long texts are small.
+        panel.imshow(values, cmap="cividis", norm=PowerNorm(0.5, vmin=0), aspect="auto")
+        panel.set_title(f"head {head + 1}: 0 to {values.max():.2f}", fontsize=9)
+    if is_labelled:
+        panel.set_yticks(range(len(maps.queries)), _plain(maps.queries))
+        panel.set_xticks(range(len(maps.keys)), _plain(maps.keys))
+    for panel in panels.flat:
+        panel.tick_params(labelsize=7)
+    for panel in panels[-1]:
+        for label in panel.get_xticklabels():
+            label.set_rotation(90 if len(label.get_text()) > 2 else 0)
+    figure.suptitle(f"{maps.kind}, layer {layer_idx + 1}: who (rows) looks at whom (columns)")
+    figure.savefig(picture, dpi=100)
+    plt.close(figure)
+
+
+def plot_positions(views: list[PositionView], picture: Path) -> None:
+    """Draw each view as a map of two positions, or as curves over the distance, to a file."""
+    figure, panels = plt.subplots(1, len(views), figsize=(5.5 * len(views), 4.2), layout="constrained", squeeze=False)
+    for view, panel in zip(views, panels[0], strict=True):
+        panel.set_title(f"{' and '.join(view.stacks)}: {view.says}", fontsize=9)
+        if view.similarity is not None:
+            image = panel.imshow(view.similarity.numpy(), cmap="cividis")
+            panel.set(xlabel="position", ylabel="position")
+            figure.colorbar(image, label="cosine")
+            continue
+        shades = plt.get_cmap("viridis")(np.linspace(0.25, 0.85, len(view.curves)))
+        colors = SCORE_COLORS if len(view.curves) < len(SCORE_COLORS) else shades
+        for (name, values), color in zip(view.curves.items(), colors, strict=False):
+            panel.plot(view.distances.numpy(), values.numpy(), label=name.replace("_", " "), color=color)
+        panel.set(xlabel="distance of the key from the query, in tokens")
+        panel.grid(alpha=0.3)
+        if len(view.curves) <= 12:
+            panel.legend(fontsize=8)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)

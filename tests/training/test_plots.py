@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from triptych.training.evaluation import generate_texts, load_model
+from triptych.training.evaluation import load_model
 from triptych.training.plots import plot_cross_attention, plot_losses
 from triptych.training.run import train
 
@@ -60,8 +60,7 @@ def test_the_attention_map_shows_the_last_layers_mean(tiny_recipe, tmp_path, dra
     model, tokenizer = load_model(str(run.folder))
     model.set_attn_implementation("eager")
     source = "de: 5. März 2021"
-    written = plot_cross_attention(model, tokenizer, source, tmp_path / "attention.png")
-    assert written == generate_texts(model, tokenizer, [source])[0]
+    plot_cross_attention(model, tokenizer, source, tmp_path / "attention.png")
 
     axes, _ = drawn[-1].axes
     labels = [label.get_text() for label in axes.get_xticklabels()]
