@@ -15,6 +15,7 @@ from .configuration_triptych import TriptychConfig
 from .linear_attention import TriptychFeatureMap, TriptychLinearAttention, TriptychShortConvolution
 from .norms import TriptychZeroCenteredRMSNorm
 from .patches import TriptychPatchEmbedding
+from .pipelines import custom_pipelines
 
 
 class TriptychPreTrainedModel(PreTrainedModel):
@@ -101,17 +102,20 @@ class TriptychPreTrainedModel(PreTrainedModel):
         """Saves as transformers does, as safetensors.
 
         Args:
-            with_code: also copy the family's code, so that `trust_remote_code=True` loads every head of the folder
-                where the package is not installed; None does so if this model came with code, or its class was given
-                to `register_for_auto_class`.
+            with_code: also copy the family's code, so that `trust_remote_code=True` loads every head of the folder, and
+                runs its pipelines, where the package is not installed; None does so if this model came with code, or
+                its class was given to `register_for_auto_class`.
         """
         if with_code is None:
             with_code = self.is_remote_code() or hasattr(self.config, "auto_map")
-        if not with_code and hasattr(self.config, "auto_map"):
-            del self.config.auto_map
+        for name in ("auto_map", "custom_pipelines"):
+            if not with_code and hasattr(self.config, name):
+                delattr(self.config, name)
         super().save_pretrained(save_directory, *args, **kwargs)
         if with_code and kwargs.get("is_main_process", True):
             self.config.auto_map = auto_map(self.config.topology)
+            if self.config.topology == "encoder_decoder":
+                self.config.custom_pipelines = custom_pipelines()
             self.config.save_pretrained(save_directory)
             for file in Path(__file__).parent.glob("*.py"):
                 if file.name != "__init__.py":
