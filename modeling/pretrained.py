@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
@@ -16,6 +17,10 @@ from .linear_attention import TriptychFeatureMap, TriptychLinearAttention, Tript
 from .norms import TriptychZeroCenteredRMSNorm
 from .patches import TriptychPatchEmbedding
 from .pipelines import custom_pipelines
+from .weight_files import check_claim, check_names, check_source
+
+# Arguments of `from_pretrained` that say which files of a repository are meant.
+WHERE = ("variant", "subfolder", "revision", "cache_dir", "force_download", "local_files_only", "token", "proxies")
 
 
 class TriptychPreTrainedModel(PreTrainedModel):
@@ -42,11 +47,29 @@ class TriptychPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, *args, use_safetensors: bool | None = None, **kwargs):
+    def from_pretrained(cls, pretrained_model_name_or_path=None, *args, use_safetensors: bool | None = None, **kwargs):
         """Loads as transformers does, but never a pickle: a file of weights must not be able to run code."""
+        source = pretrained_model_name_or_path
         if use_safetensors is False:
             raise ValueError("`use_safetensors` is False, but weights are only read from safetensors files.")
-        return super().from_pretrained(*args, use_safetensors=True, **kwargs)
+        if source is not None:
+            check_source(source, **{name: kwargs[name] for name in WHERE if name in kwargs})
+        try:
+            return super().from_pretrained(source, *args, use_safetensors=True, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"'{source}' has no weights that can be read: {error}.") from error
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
+        """Every file comes through here; those of adapters, with the keys that they should have."""
+        check_names(checkpoint_files or ())
+        if checkpoint_files and expected_keys is None:
+            check_claim(model, checkpoint_files, load_config.pretrained_model_name_or_path)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    def _load_and_finalize_distributed_pretrained_model(self, checkpoint_dir, *args):
+        check_claim(self, Path(checkpoint_dir).glob("*.safetensors"), checkpoint_dir)
+        return super()._load_and_finalize_distributed_pretrained_model(checkpoint_dir, *args)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         """Refuses, at construction and at every switch, a backend that would ignore part of the configuration."""
