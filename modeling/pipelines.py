@@ -48,7 +48,7 @@ class TriptychTextToTextPipeline(Pipeline):
 
         Args:
             truncation: cut a text that is too long to be read, as tokenizers do; otherwise it is refused.
-            return_tensors: give token ids [T], as `..._token_ids`, in the place of a text.
+            return_tensors: give token ids [T], as `..._token_ids`, in the place of a text; those of a batch are padded.
             clean_up_tokenization_spaces: of the tokenizer's `decode`.
             **generation: of `generate()`.
         """
@@ -57,11 +57,12 @@ class TriptychTextToTextPipeline(Pipeline):
         return encoding, generation, {name: value for name, value in decoding.items() if value is not None}
 
     def __call__(self, texts, **options) -> list[dict[str, Any]] | list[list[dict[str, Any]]]:
-        if isinstance(texts, (list, tuple)) and not texts:
+        texts = list(texts) if isinstance(texts, tuple) else texts
+        if texts == []:
             return []
-        results = super().__call__(list(texts) if isinstance(texts, tuple) else texts, **options)
-        is_nested = isinstance(results, list) and all(isinstance(result, list) for result in results)
-        return [result[0] for result in results] if is_nested and all(len(one) == 1 for one in results) else results
+        results = super().__call__(texts, **options)
+        is_single = isinstance(texts, list) and all(len(result) == 1 for result in results)
+        return [result[0] for result in results] if is_single else results
 
     def longest_text(self) -> tuple[int, str] | None:
         """How many tokens the model reads at most, and which setting says so; None is any number."""

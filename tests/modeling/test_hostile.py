@@ -217,6 +217,20 @@ def test_a_broken_index(shards, content):
     refused(shards, INDEX, "is no index of weights")
 
 
+def test_a_repository_is_read_as_a_folder_is(whole, tmp_path):
+    """Through the cache, where files are links and have no folder of their own."""
+    commit = "0" * 40
+    repository = tmp_path / "models--someone--translator"
+    snapshot = repository / "snapshots" / commit
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(whole / "shards", snapshot)
+    AutoModelForSeq2SeqLM.from_pretrained("someone/translator", cache_dir=tmp_path)
+    edit(snapshot / INDEX, weight_map={"lm_head.weight": "../../../outside.safetensors"})
+    with pytest.raises(ValueError, match="beside it"):
+        AutoModelForSeq2SeqLM.from_pretrained("someone/translator", cache_dir=tmp_path)
+
+
 def test_a_missing_shard(shards):
     missing = sorted(shards.glob("model-*"))[0]
     missing.unlink()
