@@ -1,6 +1,7 @@
 """Triptych: encoder, decoder and encoder-decoder Transformers of one block set, at home in the Hugging Face world.
 
-Importing this package registers the family with the Auto classes; importing it again changes nothing.
+Importing this package registers the family with the Auto classes, and tasks with `transformers.pipeline`; importing it
+again changes nothing.
 """
 
 import transformers
@@ -35,6 +36,7 @@ from .modeling_triptych import (
     TriptychForMaskedLM,
     TriptychPreTrainedModel,
 )
+from .pipelines import TriptychTextToTextPipeline, register_pipelines
 
 __version__ = "0.1.0"
 
@@ -60,6 +62,7 @@ __all__ = [
     "TriptychForConditionalGeneration",
     "TriptychForMaskedLM",
     "TriptychPreTrainedModel",
+    "TriptychTextToTextPipeline",
     "export_model",
     "import_model",
 ]
@@ -73,6 +76,7 @@ def _register():
             getattr(transformers, auto_class).register(TOPOLOGIES[topology], model_class, exist_ok=True)
     # Trainer's label smoothing looks here to know that this head's labels are still to be shifted.
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["triptych"] = "TriptychForCausalLM"
+    register_pipelines()
 
 
 _register()

@@ -6,10 +6,12 @@ model of "Attention Is All You Need" (Vaswani et al. 2017, section 3 and table 3
 
 import copy
 import json
+import math
 from dataclasses import fields
 from importlib import resources
 from typing import Any, ClassVar, Literal
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -18,6 +20,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 STATE_LAYER_TYPE = "triptych_linear_attention"  # what a layer of linear attention is called where caches are made
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+# A file can claim anything, and costs memory and time before its weights contradict it: more layers than were ever
+# trained (Wang et al. 2022 have 1,000), more classes than languages have words, sizes that no tensor has.
+MOST_LAYERS, MOST_LABELS, LARGEST = 1_000, 1_000_000, 2**31 - 1
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id", "decoder_start_token_id")
 
 STACK_TP_PLAN = {
@@ -78,6 +83,18 @@ class TriptychConfig(PreTrainedConfig):
             cls = TOPOLOGIES[topology]
         return super().__new__(cls)
 
+    def __post_init__(self, **kwargs):
+        for name in kwargs:
+            if callable(getattr(type(self), name, None)):
+                raise ValueError(f"`{name}` is no field of a configuration, but one of its methods.")
+        num_labels = kwargs.get("num_labels")
+        if num_labels is not None and (not isinstance(num_labels, int) or num_labels > MOST_LABELS):
+            raise ValueError(f"`num_labels` is {num_labels!r}, but must be a whole number of at most {MOST_LABELS}.")
+        for dtype in (self.dtype, kwargs.get("torch_dtype")):
+            if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ValueError(f"`dtype` is {dtype!r}, but must be the name of a torch type such as 'float32'.")
+        super().__post_init__(**kwargs)
+
     @classmethod
     def from_preset(cls, name: str, **changes) -> "TriptychConfig":
         """Builds a shipped configuration, `configs/models/{name}.json`, with the given fields changed."""
@@ -103,6 +120,18 @@ class TriptychConfig(PreTrainedConfig):
         own = type(self).__dataclass_fields__["topology"].default
         if type(self) is not TriptychConfig and self.topology != own:
             raise ValueError(f"`topology` is {self.topology!r}, but {type(self).__name__} is always {own!r}.")
+
+    def validate_numbers(self):
+        """Numbers are numbers, and sizes can be those of tensors."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not abs(value) <= LARGEST:
+                raise ValueError(f"`{field.name}` is {value}, but must be a number of at most {LARGEST}.")
+
+    def validate_files(self):
+        """Weights lie where they are looked for; a name of their own could be that of a pickle."""
+        if (name := getattr(self, "transformers_weights", None)) is not None:
+            raise ValueError(f"`transformers_weights` is {name!r}, but must be None: weights are in model.safetensors.")
 
     def validate_training(self):
         """What heads and initial weights read."""
@@ -282,6 +311,8 @@ class TriptychStackConfig(TriptychConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.embedding_size is None:
             self.embedding_size = self.hidden_size
+        if self.num_hidden_layers > MOST_LAYERS:
+            raise ValueError(f"`num_hidden_layers` is {self.num_hidden_layers}, but must be at most {MOST_LAYERS}.")
         if self.layer_types is None:
             local = "sliding_attention" if self.sliding_window else "chunked_attention"
             is_local = self.sliding_window or self.attention_chunk_size
@@ -455,6 +486,9 @@ class TriptychStackConfig(TriptychConfig):
         if self.position_embedding_type == "rotary":
             for parameters in rope_by_layer_type(self).values():
                 allowed = ("default", *ROPE_INIT_FUNCTIONS)
+                for name, value in parameters.items():
+                    if isinstance(value, float) and not math.isfinite(value):
+                        raise ValueError(f"`rope_parameters` has {value} as `{name}`, but it must be a finite number.")
                 if parameters["rope_type"] not in allowed:
                     raise ValueError(
                         f"`rope_parameters` has the `rope_type` {parameters['rope_type']!r}, but it must be one of "

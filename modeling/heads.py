@@ -13,7 +13,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.import_utils import is_tracing
 
-from .configuration_triptych import TriptychConfig, TriptychStackConfig
+from .configuration_triptych import LARGEST, TriptychConfig, TriptychStackConfig
 from .dropout import TriptychDropout
 from .layers import activation
 from .losses import IGNORE, cross_entropy, projected_cross_entropy
@@ -27,6 +27,10 @@ BASE_MODELS = {
     "decoder": TriptychDecoderModel,
     "encoder_decoder": TriptychEncoderDecoderModel,
 }
+
+# Settings of generation that are counts; and those of so many texts that begin differently, as a vocabulary allows.
+COUNTS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "top_k")
+WIDTHS = ("num_beams", "num_return_sequences")
 
 
 class HeadKwargs(TransformersKwargs, total=False):
@@ -247,6 +251,20 @@ class GenerativeHead(LanguageModelHead, GenerationMixin):
 
     def to_table(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.embed_out(hidden_states) if hasattr(self, "embed_out") else hidden_states
+
+    def adjust_generation_fn(self, *args, **kwargs):
+        """Takes settings of generation from a folder, as transformers does, but only such as can be run with."""
+        try:
+            super().adjust_generation_fn(*args, **kwargs)
+        except (AttributeError, RecursionError, TypeError) as error:
+            raise ValueError(f"'generation_config.json' cannot be read: {error}.") from error
+        vocab_size = self.config.get_text_config(decoder=True).vocab_size
+        for name in COUNTS + WIDTHS:
+            value, most = getattr(self.generation_config, name), vocab_size if name in WIDTHS else LARGEST
+            if value is not None and not (isinstance(value, int) and value <= most):
+                raise ValueError(
+                    f"`generation_config.{name}` is {value!r}, but must be a whole number of at most {most}."
+                )
 
     def create_masks_for_generate(self, attention_mask: torch.Tensor | None, cache: Cache, **kwargs):
         """With a static cache, masks are still composed by the forward, from a 2D mask of one fixed length."""

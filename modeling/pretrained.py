@@ -7,17 +7,21 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import CommitInfo
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils.generic import is_flash_attention_requested
 
-from .auto_map import auto_map
 from .configuration_triptych import TriptychConfig
 from .linear_attention import TriptychFeatureMap, TriptychLinearAttention, TriptychShortConvolution
 from .norms import TriptychZeroCenteredRMSNorm
 from .patches import TriptychPatchEmbedding
-from .sharing import CARD, code_files, make_repository, model_card, push_files
+from .sharing import CARD, code_fields, code_files, make_repository, model_card, push_files
+from .weight_files import check_claim, check_names, check_source
+
+# Arguments of `from_pretrained` that say which files of a repository are meant.
+WHERE = ("variant", "subfolder", "revision", "cache_dir", "force_download", "local_files_only", "token", "proxies")
 
 
 class TriptychPreTrainedModel(PreTrainedModel):
@@ -44,11 +48,29 @@ class TriptychPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, *args, use_safetensors: bool | None = None, **kwargs):
+    def from_pretrained(cls, pretrained_model_name_or_path=None, *args, use_safetensors: bool | None = None, **kwargs):
         """Loads as transformers does, but never a pickle: a file of weights must not be able to run code."""
+        source = pretrained_model_name_or_path
         if use_safetensors is False:
             raise ValueError("`use_safetensors` is False, but weights are only read from safetensors files.")
-        return super().from_pretrained(*args, use_safetensors=True, **kwargs)
+        if source is not None:
+            check_source(source, **{name: kwargs[name] for name in WHERE if name in kwargs})
+        try:
+            return super().from_pretrained(source, *args, use_safetensors=True, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"'{source}' has no weights that can be read: {error}.") from error
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
+        """Every file comes through here; those of adapters, with the keys that they should have."""
+        check_names(checkpoint_files or ())
+        if checkpoint_files and expected_keys is None:
+            check_claim(model, checkpoint_files, load_config.pretrained_model_name_or_path)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    def _load_and_finalize_distributed_pretrained_model(self, checkpoint_dir, *args):
+        check_claim(self, Path(checkpoint_dir).glob("*.safetensors"), checkpoint_dir)
+        return super()._load_and_finalize_distributed_pretrained_model(checkpoint_dir, *args)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         """Refuses, at construction and at every switch, a backend that would ignore part of the configuration."""
@@ -104,17 +126,20 @@ class TriptychPreTrainedModel(PreTrainedModel):
         """Saves as transformers does, as safetensors.
 
         Args:
-            with_code: also copy the family's code, so that `trust_remote_code=True` loads every head of the folder
-                where the package is not installed; None does so if this model came with code, or its class was given
-                to `register_for_auto_class`.
+            with_code: also copy the family's code, so that `trust_remote_code=True` loads every head of the folder, and
+                runs its pipelines, where the package is not installed; None does so if this model came with code, or
+                its class was given to `register_for_auto_class`.
         """
         if with_code is None:
             with_code = self.is_remote_code() or hasattr(self.config, "auto_map")
-        if not with_code and hasattr(self.config, "auto_map"):
-            del self.config.auto_map
+        fields = code_fields(self.config.topology)
+        for name in fields:
+            if not with_code and hasattr(self.config, name):
+                delattr(self.config, name)
         super().save_pretrained(save_directory, *args, **kwargs)
         if with_code and kwargs.get("is_main_process", True):
-            self.config.auto_map = auto_map(self.config.topology)
+            for name, value in fields.items():
+                setattr(self.config, name, value)
             self.config.save_pretrained(save_directory)
             for name, file in code_files().items():
                 shutil.copyfile(file, Path(save_directory) / name)

@@ -7,6 +7,7 @@ commit.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import (
     CommitInfo,
@@ -17,8 +18,9 @@ from huggingface_hub import (
     ModelCardData,
 )
 
-from .auto_map import AUTO_CLASSES
+from .auto_map import AUTO_CLASSES, auto_map
 from .configuration_triptych import TriptychConfig
+from .pipelines import custom_pipelines
 
 CARD = "README.md"
 CARD_MARK = "<!-- Made by triptych, which makes it anew at the next push. Without this line it is left as it is. -->"
@@ -48,6 +50,12 @@ SHAPE = {
 def code_files() -> dict[str, Path]:
     """Return the files, by name, with which a repository loads every head where the package is not installed."""
     return {file.name: file for file in Path(__file__).parent.glob("*.py") if file.name != "__init__.py"}
+
+
+def code_fields(topology: str) -> dict[str, Any]:
+    """Return the fields of a saved configuration by which that code is found."""
+    pipelines = {"custom_pipelines": custom_pipelines()} if topology == "encoder_decoder" else {}
+    return {"auto_map": auto_map(topology), **pipelines}
 
 
 def model_card(

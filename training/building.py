@@ -18,7 +18,7 @@ from triptych.configs import recipe_names
 from triptych.training.attention_transfer import AttentionTransfer
 from triptych.training.batching import Examples, build_loader
 from triptych.training.data import NOT_TEXT, digest_of, load_split
-from triptych.training.errors import UserError, as_user_error, unknown_name
+from triptych.training.errors import BROKEN_FILES, UserError, as_user_error, unknown_name
 from triptych.training.evaluation import score_rows
 from triptych.training.low_rank import add_low_rank
 from triptych.training.masking import NextSentencePairs
@@ -83,8 +83,9 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
         _start_at_mean(model, rows[0])
     if recipe.attention_transfer:
         _check_start("attention_transfer", recipe.attention_transfer)
-        with as_user_error("recipe key 'attention_transfer'"):
-            AttentionTransfer(model, task.head.from_pretrained(recipe.attention_transfer))
+        with as_user_error("recipe key 'attention_transfer'", *BROKEN_FILES):
+            teacher = task.head.from_pretrained(recipe.attention_transfer, trust_remote_code=False)
+            AttentionTransfer(model, teacher)
     if recipe.low_rank.rank:
         add_low_rank(model, recipe.low_rank)
     train = _training_examples(recipe, task, tokenizer, first, rows[0], rows_of, labels)
@@ -209,9 +210,10 @@ def build_model(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, 
         heads = {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}
     name = recipe.model.get("attn_implementation")
     backend = {"attn_implementation": name} if name else {}
-    with as_user_error("recipe section 'model'"):
-        if path := recipe.model.get("path"):
-            model = task.head.from_pretrained(path, **given | heads, **backend)
+    path = recipe.model.get("path")
+    with as_user_error("recipe section 'model'", *BROKEN_FILES if path else ()):
+        if path:
+            model = task.head.from_pretrained(path, trust_remote_code=False, **given | heads, **backend)
         else:
             fields = changes | given | heads
             preset = recipe.model.get("preset")

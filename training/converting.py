@@ -9,7 +9,7 @@ import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from triptych import export_model, import_model
-from triptych.training.errors import UserError, as_user_error
+from triptych.training.errors import BROKEN_FILES, UserError, as_user_error
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
@@ -29,7 +29,7 @@ def convert(source: str, destination: str, model_type: str | None, changes: Sequ
     folder = Path(destination)
     if folder.exists() and not overwrite:
         raise UserError(f"'{folder}' is there already: choose another folder or add --overwrite")
-    with as_user_error(f"'{source}' cannot be converted"):
+    with as_user_error(f"'{source}' cannot be converted", *BROKEN_FILES):
         model = import_model(source, **_read_changes(changes))
         if model_type is not None:
             model = export_model(model, model_type)
@@ -57,8 +57,8 @@ def find_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None  # transformers would make an empty one
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # each tokenizer class fails in its own way
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, *BROKEN_FILES):  # each tokenizer class fails in its own way
         return None
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from triptych.training.errors import as_user_error
+from triptych.training.errors import BROKEN_FILES, as_user_error
 from triptych.training.reporting import follow
 
 CHUNK = 1024  # tokens of a context that are read in one forward
@@ -62,8 +62,8 @@ def load_decoder(name: str) -> PreTrainedModel:
     Raises:
         UserError: there is no such model, or it is no decoder.
     """
-    with as_user_error(f"'{name}' cannot be loaded as a decoder"):
-        model = AutoModelForCausalLM.from_pretrained(name)
+    with as_user_error(f"'{name}' cannot be loaded as a decoder", *BROKEN_FILES):
+        model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
     return model.to(PartialState().device).eval()
 
 

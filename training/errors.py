@@ -5,6 +5,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+# What reading a folder raises beside ValueError and OSError, where files are broken or not what their names say.
+BROKEN_FILES = (AttributeError, ImportError, LookupError, RuntimeError, SafetensorError, TypeError)
 
 
 class UserError(ValueError):
@@ -28,11 +32,14 @@ def unknown_name(what: str, name: str, allowed: Iterable[str]) -> UserError:
 
 
 @contextmanager
-def as_user_error(what: str) -> Iterator[None]:
+def as_user_error(what: str, *more: type[Exception]) -> Iterator[None]:
     """Turn what a model, a configuration or a tokenizer refuses into a `UserError` that begins with `what`.
 
     Strict configurations wrap the reason in a heading of their own, which the sentence leaves out, and what follows a
     message's first line is advice at length.
+
+    Args:
+        more: kinds of errors that are no refusals, but mean that what is read is broken: `BROKEN_FILES`.
     """
     try:
         yield
@@ -40,4 +47,10 @@ def as_user_error(what: str) -> Iterator[None]:
         raise
     except (ValueError, OSError, StrictDataclassError) as error:
         cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise UserError(f"{what}: {str(cause).strip().splitlines()[0]}") from error
+        raise UserError(f"{what}: {_first_line(cause)}") from error
+    except more as error:
+        raise UserError(f"{what}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -20,7 +20,7 @@ import triptych  # noqa: F401 - registers the family with the Auto classes
 from triptych.losses import IGNORE
 from triptych.training.batching import build_loader, count_items
 from triptych.training.data import load_files, load_split
-from triptych.training.errors import UserError, as_user_error
+from triptych.training.errors import BROKEN_FILES, UserError, as_user_error
 from triptych.training.metrics import compute
 from triptych.training.objectives import Task, build_examples, encode, has_classes, read_task
 from triptych.training.recipe import RECIPE_FILE, Recipe, load_recipe
@@ -196,18 +196,18 @@ def examples_to_score(
 
 
 def load_model(name: str, head: type | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer from a folder or the Hub, onto the device of this process.
+    """Load a model and its tokenizer from a folder or the Hub, onto the device of this process; code is never run.
 
     Args:
         head: the Auto class; by default the one that writes: an encoder-decoder or a decoder.
 
     Raises:
-        UserError: there is no such model, or it is of another kind.
+        UserError: there is no such model, it is of another kind, or its files are broken.
     """
-    with as_user_error(f"model '{name}' cannot be loaded"):
+    with as_user_error(f"model '{name}' cannot be loaded", *BROKEN_FILES):
         if head is None:
-            is_pair = AutoConfig.from_pretrained(name).is_encoder_decoder
+            is_pair = AutoConfig.from_pretrained(name, trust_remote_code=False).is_encoder_decoder
             head = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = head.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model = head.from_pretrained(name, trust_remote_code=False)
     return model.to(PartialState().device), tokenizer

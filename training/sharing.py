@@ -12,9 +12,8 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from triptych.auto_map import auto_map
-from triptych.sharing import CARD, code_files, is_made_here, make_repository, model_card, push_files
-from triptych.training.errors import Failure, UserError, as_user_error
+from triptych.sharing import CARD, code_fields, code_files, is_made_here, make_repository, model_card, push_files
+from triptych.training.errors import BROKEN_FILES, Failure, UserError, as_user_error
 from triptych.training.recipe import RECIPE_FILE
 from triptych.training.reporting import CURVE_FILE, FINISHED, METRICS_FILE, RECORD_FILE, write_whole
 
@@ -57,7 +56,7 @@ def collect_files(folder: Path, with_code: bool) -> dict[str, Path | bytes]:
         files[RECIPE_FILE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode()
     if with_code:
         config = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
-        config["auto_map"] = auto_map(config["topology"])
+        config |= code_fields(config["topology"])
         files[CONFIG_FILE] = json.dumps(config, indent=2, sort_keys=True).encode()
         files |= code_files()
     return files
@@ -72,8 +71,8 @@ def check_model(folder: Path) -> None:
         raise UserError(f"'{folder}' holds no model yet: its training has made {record.get('step', 0):,} updates")
     if not (folder / CONFIG_FILE).is_file() or not any(folder.glob("model*.safetensors")):
         raise UserError(f"'{folder}' holds no model: {CONFIG_FILE} and model.safetensors must be in it")
-    with as_user_error(f"'{folder}' holds no model of the family"):
-        config = AutoConfig.from_pretrained(folder)
+    with as_user_error(f"'{folder}' holds no model of the family", *BROKEN_FILES):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if config.model_type != "triptych":
             raise ValueError(
                 f"its model_type is '{config.model_type}', not 'triptych': `triptych convert` makes it one"
@@ -125,7 +124,7 @@ def make_card(folder: Path, name: str, with_code: bool) -> str:
     if scores:
         sections.append(_evaluation_section(scores))
         metadata = {"model_name": name.split("/")[-1], "eval_results": list(_eval_results(folder.name, scores))}
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return str(model_card(config, name, count_parameters(folder), with_code, "\n\n".join(sections), **metadata))
 
 

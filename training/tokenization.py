@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from triptych.training.errors import as_user_error
+from triptych.training.errors import BROKEN_FILES, as_user_error
 from triptych.training.recipe import TokenizerRecipe
 
 PAD, BOS, EOS, UNK = SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -47,8 +47,8 @@ def build_tokenizer(
         UserError: `recipe.path` holds no tokenizer.
     """
     if recipe.path:
-        with as_user_error(f"tokenizer '{recipe.path}' cannot be loaded"):
-            return AutoTokenizer.from_pretrained(recipe.path)
+        with as_user_error(f"tokenizer '{recipe.path}' cannot be loaded", *BROKEN_FILES):
+            return AutoTokenizer.from_pretrained(recipe.path, trust_remote_code=False)
     return train_tokenizer(texts, recipe.type, recipe.vocab_size, topology, extra_tokens)
 
 

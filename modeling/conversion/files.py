@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from .. import modeling_triptych
 from ..configuration_triptych import TriptychConfig
+from ..weight_files import check_source
 from .registry import find
 
 logger = logging.get_logger(__name__)
@@ -23,16 +24,19 @@ def load_source(source: str | Path) -> PreTrainedModel:
     """
     name = str(source)
     try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"'{name}' has no configuration that can be read: {str(error).splitlines()[0]}") from error
     class_name = (config.architectures or [AutoModel._model_mapping[type(config)].__name__])[0]
     if config.model_type == TriptychConfig.model_type:
+        if class_name not in modeling_triptych.__all__:
+            raise ValueError(f"'{name}' names the class {class_name!r}, which is none of the family's.")
         model_class = getattr(modeling_triptych, class_name)
     else:
         find(config.model_type, class_name)
         model_class = getattr(transformers, class_name)
     check_files(Path(name))
+    check_source(name)
     try:
         model, info = model_class.from_pretrained(
             name, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True

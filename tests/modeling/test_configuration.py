@@ -381,6 +381,17 @@ REFUSED = [
         ["`skip_first_norm` is True", "`share_layers`"],
     ),
     ("encoder", dict(image_size=30), ["`image_size` is 30", "multiple of `patch_size` = 16"]),
+    ("encoder", dict(attention_scale=float("nan")), ["`attention_scale` is nan", "at most 2147483647"]),
+    ("encoder", dict(sliding_window=2**31), ["`sliding_window` is 2147483648", "at most 2147483647"]),
+    ("encoder", dict(num_hidden_layers=1001), ["`num_hidden_layers` is 1001", "at most 1000"]),
+    ("encoder", dict(num_labels=10**7), ["`num_labels` is 10000000", "at most 1000000"]),
+    ("encoder", dict(dtype="load"), ["`dtype` is 'load'", "float32"]),
+    ("encoder", dict(transformers_weights="a.bin"), ["`transformers_weights` is 'a.bin'", "must be None"]),
+    (
+        "encoder",
+        dict(position_embedding_type="rotary", rope_parameters={"rope_type": "default", "rope_theta": float("inf")}),
+        ["`rope_parameters` has inf as `rope_theta`", "finite"],
+    ),
     ("encoder_decoder", dict(encoder={"norm_type": "layrnorm"}), ["norm_type", "layrnorm", "rmsnorm"]),
 ]
 

@@ -10,6 +10,7 @@ import pytest
 import triptych
 from triptych.training.cli import app
 
+DEEP = "[" * 100_000
 GOOD = "".join(f"source {number}\ttarget {number}\n" for number in range(20))
 
 
@@ -142,6 +143,49 @@ def test_an_input_that_is_too_long_for_the_model(command, pairs_recipe, tmp_path
 def test_work_that_breaks_off_has_a_code_of_its_own(command, pairs_recipe, tmp_path):
     diverges = ["learning_rate=1e30", "warmup_steps=0", "max_grad_norm=", "max_steps=50"]
     assert_refused(command, tmp_path, ["train", pairs_recipe, *diverges], "the loss of", exit_code=1)
+
+
+BROKEN = [
+    ("config.json", "null"),
+    ("config.json", DEEP),
+    ("tokenizer.json", "[1]"),
+    ("tokenizer.json", DEEP),
+    ("tokenizer_config.json", "[1]"),
+    ("generation_config.json", DEEP),
+    ("model.safetensors", ""),
+]
+
+
+def test_broken_folders(command, pairs_recipe, tmp_path):
+    """Whatever is broken in a folder, and wherever a reader notices, it is a sentence."""
+    code, _, err = command("train", pairs_recipe)
+    assert code == 0, err
+    run = tmp_path / "runs" / "mine"
+    for name, content in BROKEN:
+        whole = (run / name).read_bytes()
+        (run / name).write_text(content)
+        assert_refused(command, tmp_path, ["generate", "runs/mine", "text"], "model 'runs/mine' cannot be loaded: ")
+        if name in ("config.json", "model.safetensors"):
+            assert_refused(command, tmp_path, ["evaluate", "runs/mine"], "model 'runs/mine' cannot be loaded: ")
+            assert_refused(command, tmp_path, ["convert", "runs/mine", "new"], "'runs/mine' cannot be converted: ")
+        (run / name).write_bytes(whole)
+
+
+def test_code_in_a_folder_is_not_run(command, pairs_recipe, tmp_path):
+    """Nor is anyone asked whether it should be."""
+    code, _, err = command("train", pairs_recipe)
+    assert code == 0, err
+    run = tmp_path / "runs" / "mine"
+    (run / "evil.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\n")
+    config = json.loads((run / "config.json").read_text())
+    auto_map = dict.fromkeys(("AutoConfig", "AutoModelForSeq2SeqLM"), "evil.Evil")
+    (run / "config.json").write_text(json.dumps({**config, "model_type": "evil", "auto_map": auto_map}))
+    for arguments in (
+        ["generate", "runs/mine", "source 1"],
+        ["evaluate", "runs/mine"],
+        ["convert", "runs/mine", "new"],
+    ):
+        assert_refused(command, tmp_path, arguments, "contains custom code")
 
 
 def assert_refused(command, folder, arguments, sentence, exit_code=2):
