@@ -17,6 +17,7 @@ from triptych import TriptychConfig, TriptychDecoderConfig, TriptychEncoderConfi
 from triptych.configs import recipe_names
 from triptych.training.attention_transfer import AttentionTransfer
 from triptych.training.batching import Examples, build_loader
+from triptych.training.consistency import Consistency
 from triptych.training.data import NOT_TEXT, digest_of, load_split
 from triptych.training.errors import UserError, as_user_error, unknown_name
 from triptych.training.evaluation import score_rows
@@ -87,12 +88,14 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
             AttentionTransfer(model, task.head.from_pretrained(recipe.attention_transfer))
     if recipe.low_rank.rank:
         add_low_rank(model, recipe.low_rank)
+    if recipe.r_drop:
+        if task.name in ONE_ANSWER:
+            raise UserError(f"recipe key 'r_drop' must be 0, as {task.name} does not choose among labels alone")
+        Consistency(model, recipe.r_drop)
     train = _training_examples(recipe, task, tokenizer, first, rows[0], rows_of, labels)
     validation = build_examples(task, rows[1], tokenizer, recipe)
     collator = task.collator(tokenizer)
     training_collator = collator
-    if recipe.r_drop and task.name in ONE_ANSWER:
-        raise UserError(f"recipe key 'r_drop' must be 0, as {task.name} does not choose among labels alone")
     if recipe.data.token_dropout:
         if task.name == "multiple_choice":
             raise UserError("recipe key 'data.token_dropout' must be 0, as multiple_choice has several texts a row")
