@@ -1,4 +1,4 @@
-"""The command `triptych`: train, generate, evaluate, convert, demo, bench."""
+"""The command `triptych`: train, distill, generate, evaluate, convert, demo, bench."""
 
 import math
 import sys
@@ -24,6 +24,8 @@ app = typer.Typer(
     epilog="Start with: triptych demo (dates in many languages, some minutes on two CPU cores, no data needed).",
 )
 
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")]
+ChangesArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, sections with a dot.")]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A run's folder, or a model's name on the Hugging Face Hub.")
 ]
@@ -45,12 +47,7 @@ def _recipe_help() -> str:
 
 
 @app.command(name="train", epilog=_recipe_help())
-def train_command(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")],
-    changes: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, sections with a dot.")
-    ] = None,
-) -> None:
+def train_command(recipe: RecipeArgument, changes: ChangesArgument = None) -> None:
     """Train a model and leave it, with tokenizer, metrics and loss curve, in the folder that `output` names.
 
     Whatever ends a training before its time, the same command continues it from its last checkpoint, as if nothing had
@@ -72,12 +69,36 @@ def train_command(
 
     GOMP_SPINCOUNT=1000 triptych train dates
     """
+    _train(load_recipe(recipe, changes or []))
+
+
+@app.command(name="distill")
+def distill_command(recipe: RecipeArgument, changes: ChangesArgument = None) -> None:
+    """Train a student on its labels and on what a trained teacher says of them, as the recipe's `distillation` has it.
+
+    It is `triptych train` of a recipe that names a teacher: it leaves the same folder, and goes on after a kill.
+
+    [bold]Examples[/bold]
+
+    triptych distill multi30k_student_half
+
+    triptych distill sst2_student_half seed=2 output=runs/second
+
+    triptych distill my_recipe.yaml distillation.teacher=runs/mine distillation.outputs.weight=1
+    """
+    loaded = load_recipe(recipe, changes or [])
+    if loaded.distillation.teacher is None:
+        raise UserError("recipe key 'distillation.teacher' must be a trained model's folder, not null")
+    _train(loaded)
+
+
+def _train(recipe: Recipe) -> None:
     # Each command imports what it needs, so that help does not wait for it.
     from accelerate import PartialState
 
     from triptych.training.run import train
 
-    run = train(load_recipe(recipe, changes or []))
+    run = train(recipe)
     if PartialState().is_main_process:
         typer.echo(f"{run.folder}: validation loss {run.best_loss:.4f} after update {run.best_step:,}")
 

@@ -6,9 +6,9 @@ Shapes: B batch, T tokens, V vocabulary or classes.
 import torch
 from torch import Tensor
 
-from triptych import TriptychForCausalLM, TriptychPreTrainedModel
-from triptych.losses import IGNORE, at_least_float32, next_token_labels
-from triptych.training.training_loss import Inputs, TrainingLoss, items_of
+from triptych import TriptychPreTrainedModel
+from triptych.losses import IGNORE, at_least_float32
+from triptych.training.training_loss import Inputs, TrainingLoss, items_of, labels_of_logits
 
 
 class Consistency(TrainingLoss):
@@ -24,13 +24,13 @@ class Consistency(TrainingLoss):
     def __init__(self, model: TriptychPreTrainedModel, weight: float):
         super().__init__(model)
         self.weight = weight
-        self.predicts_next = isinstance(model, TriptychForCausalLM)
+        self.model = model
 
     def prepare(self, inputs: Inputs) -> Inputs:
         return twice(inputs) | {"num_items_in_batch": 2 * items_of(inputs), "output_logits": True}
 
     def replace(self, inputs: Inputs, output) -> Tensor:
-        labels = next_token_labels(inputs["labels"]) if self.predicts_next else inputs["labels"]
+        labels = labels_of_logits(self.model, inputs)
         return output.loss + self.weight * disagreement(output.logits, labels) / inputs["num_items_in_batch"]
 
 

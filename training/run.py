@@ -37,6 +37,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from triptych.training.building import Parts, build_parts
 from triptych.training.checkpoints import MODEL, WEIGHTS, Checkpoints
+from triptych.training.distillation import drop_projections
 from triptych.training.errors import UserError, as_user_error
 from triptych.training.loop import TrainingLoop
 from triptych.training.low_rank import add_low_rank, merge_low_rank
@@ -353,6 +354,8 @@ def write_model(recipe: Recipe, loop: TrainingLoop, model_class: type, output: P
     staging = output / ".model"
     if accelerator.is_main_process:
         checkpoints.export(steps, staging)
+        if recipe.distillation.hidden_states.weight:
+            drop_projections(staging / WEIGHTS)
     accelerator.wait_for_everyone()
     values = state.best
     if recipe.average_checkpoints or recipe.low_rank.rank or not values:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from triptych import TriptychForCausalLM, TriptychPreTrainedModel
 from triptych.training.batching import count_items
 
 Inputs = dict[str, Any]
@@ -54,3 +55,12 @@ def items_of(inputs: Inputs) -> Tensor | int:
     """Return how many items the update has that the batch `inputs` belongs to: its own, where it is all of it."""
     items = inputs.get("num_items_in_batch")
     return count_items(inputs).clamp(min=1) if items is None else items
+
+
+def labels_of_logits(model: TriptychPreTrainedModel, inputs: Inputs) -> Tensor:
+    """Return what each of the logits of `model` is to predict: its label, or in a decoder that of the next token."""
+    if not isinstance(model, TriptychForCausalLM):
+        return inputs["labels"]
+    if inputs.get("shift_labels") is not None:
+        return inputs["shift_labels"]
+    return model.shift(*(inputs.get(name) for name in ("labels", "attention_mask", "position_ids", "seq_idx")))
