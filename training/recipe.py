@@ -374,7 +374,7 @@ def _build(cls: type, tree: dict[str, Any], prefix: str = "") -> Any:
 def _convert(key: str, value: Any, kind: Any) -> Any:
     """Return `value` as `kind` (a type annotation of a recipe field), or raise an error that names `key`."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    if kind is Any or (value is None and types.NoneType in args):
         return value
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _build(kind, value, f"{key}.")
