@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from triptych.linear_attention import TriptychLinearAttention
 from triptych.training.errors import UserError
-from triptych.training.training_loss import Inputs, TrainingLoss, items_of
+from triptych.training.training_loss import Inputs, TrainingLoss
 
 
 class AttentionTransfer(TrainingLoss):
@@ -91,7 +91,7 @@ class AttentionTransfer(TrainingLoss):
         return expected, None
 
     def replace(self, inputs: Inputs, output: Any) -> Tensor:
-        return self.error / items_of(inputs)
+        return self.error / self.items(inputs)
 
 
 # What a teacher reads: all of a text but what it is to answer.

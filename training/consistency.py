@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triptych import TriptychPreTrainedModel
 from triptych.losses import IGNORE, at_least_float32
-from triptych.training.training_loss import Inputs, TrainingLoss, items_of, labels_of_logits
+from triptych.training.training_loss import Inputs, TrainingLoss
 
 
 class Consistency(TrainingLoss):
@@ -24,13 +24,12 @@ class Consistency(TrainingLoss):
     def __init__(self, model: TriptychPreTrainedModel, weight: float):
         super().__init__(model)
         self.weight = weight
-        self.model = model
 
     def prepare(self, inputs: Inputs) -> Inputs:
-        return twice(inputs) | {"num_items_in_batch": 2 * items_of(inputs), "output_logits": True}
+        return twice(inputs) | {"num_items_in_batch": 2 * self.items(inputs), "output_logits": True}
 
     def replace(self, inputs: Inputs, output) -> Tensor:
-        labels = labels_of_logits(self.model, inputs)
+        labels = self.labels_of_logits(inputs)
         return output.loss + self.weight * disagreement(output.logits, labels) / inputs["num_items_in_batch"]
 
 

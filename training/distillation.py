@@ -42,8 +42,9 @@ from triptych.training.pairing import (
     teacher_inputs,
 )
 from triptych.training.recipe import DistillationRecipe
-from triptych.training.training_loss import Inputs, TrainingLoss, items_of, labels_of_logits
+from triptych.training.training_loss import Inputs, TrainingLoss
 
+States = dict[str, tuple[Tensor, ...]]  # hidden states, by stack
 PROJECTIONS = "distillation_projections"  # what the student calls its learnt projections
 
 
@@ -142,13 +143,13 @@ class Distillation(TrainingLoss):
         self.signals = recipe.signals()
         self.labels_weight = recipe.labels
         check_student(student, self.signals)
-        self.student, self.teacher = student, teacher.eval().requires_grad_(False)
+        self.teacher = teacher.eval().requires_grad_(False)
         self.reader, self.teacher_reader = (LayerReader(model, self.signals) for model in (student, teacher))
         given = probe(student, self.reader), probe(teacher, self.teacher_reader)
         check_pair(student, teacher, self.signals, *given)
         self.pairs = pair_layers(self.signals, *given)
         if "hidden_states" in self.signals:
-            self._add_projections(*(layers["hidden_states"] for _, layers in given))
+            self._add_projections(student, *(layers["hidden_states"] for _, layers in given))
         super().__init__(student)
         self.hooks += [*self.reader.hooks, *self.teacher_reader.hooks]
         head = getattr(student, "lm_head", None)
@@ -158,17 +159,17 @@ class Distillation(TrainingLoss):
 
     def remove(self) -> None:
         super().remove()
-        if hasattr(self.student, PROJECTIONS):
-            delattr(self.student, PROJECTIONS)
+        if hasattr(self.model, PROJECTIONS):
+            delattr(self.model, PROJECTIONS)
 
-    def _add_projections(self, ours: dict[str, tuple[Tensor, ...]], theirs: dict[str, tuple[Tensor, ...]]) -> None:
+    def _add_projections(self, student: TriptychPreTrainedModel, ours: States, theirs: States) -> None:
         """Give the student a projection for each stack whose states are of another width than the teacher's."""
         widths = {
             stack: (ours[stack][0].shape[-1], theirs[stack][0].shape[-1]) for stack in self.pairs["hidden_states"]
         }
         linears = {stack: nn.Linear(*both, bias=False) for stack, both in widths.items() if both[0] != both[1]}
         if linears:
-            setattr(self.student, PROJECTIONS, nn.ModuleDict(linears).to(self.student.device, self.student.dtype))
+            setattr(student, PROJECTIONS, nn.ModuleDict(linears).to(student.device, student.dtype))
 
     @torch.no_grad()
     def prepare(self, inputs: Inputs) -> Inputs:
@@ -177,7 +178,7 @@ class Distillation(TrainingLoss):
         self.layers = self.teacher_reader.stop(output)
         self.soft, self.divergence = None, None
         if outputs := self.signals.get("outputs"):
-            is_given = labels_of_logits(self.student, inputs) != IGNORE
+            is_given = self.labels_of_logits(inputs) != IGNORE
             self.soft = soft_labels(output.logits[is_given], outputs.top_k)
         return inputs | self.reader.start()
 
@@ -190,7 +191,7 @@ class Distillation(TrainingLoss):
             self.divergence = ProjectedLoss.apply(states, head.weight, head.bias, scale, loss_of_rows)
 
     def replace(self, inputs: Inputs, output: Any) -> Tensor:
-        layers, items = self.reader.stop(output), items_of(inputs)
+        layers, items = self.reader.stop(output), self.items(inputs)
         loss = self.labels_weight * output.loss
         for name, signal in self.signals.items():
             total = self._compare_logits(inputs, output) if name == "outputs" else self._compare(name, inputs, layers)
@@ -202,7 +203,7 @@ class Distillation(TrainingLoss):
         """Return the divergence at all labels, summed."""
         if self.divergence is not None:
             return self.divergence
-        logits = output.logits[labels_of_logits(self.student, inputs) != IGNORE]
+        logits = output.logits[self.labels_of_logits(inputs) != IGNORE]
         return divergence_of_rows(self.soft, self.signals["outputs"].temperature, at_least_float32(logits))[0]
 
     def _compare(self, name: str, inputs: Inputs, layers: dict[str, dict[str, Any]]) -> Tensor:
@@ -218,10 +219,11 @@ class Distillation(TrainingLoss):
                     values.append(map_divergences(*both, real))
                 else:
                     values.append(self._compare_relations(*both, real, self._visible(inputs, stack, real)))
-        return sum_over_items(torch.stack(values).mean(0), inputs)
+        items = self.items_of_texts(inputs)  # a text may be several, of which one is chosen
+        return (torch.stack(values).mean(0).view(len(items), -1).mean(1) * items).sum()
 
     def _project(self, stack: str, states: Tensor) -> Tensor:
-        projections = getattr(self.student, PROJECTIONS, {})
+        projections = getattr(self.model, PROJECTIONS, {})
         return projections[stack](states) if stack in projections else states
 
     def _compare_relations(self, ours: Projected, theirs: Projected, real: Tensor, visible: Tensor) -> Tensor:
@@ -238,7 +240,7 @@ class Distillation(TrainingLoss):
         documents = inputs.get("decoder_seq_idx" if stack == "decoder" else "seq_idx")
         if documents is not None:
             visible = visible & (documents[:, None] == documents[:, :, None])
-        is_decoder = stack == "decoder" or self.student.config.topology == "decoder"
+        is_decoder = stack == "decoder" or self.model.config.topology == "decoder"
         return visible.tril() if is_decoder else visible
 
 
@@ -258,13 +260,6 @@ def real_tokens(inputs: Inputs, stack: str) -> Tensor:
     if inputs.get("target_mapping") is not None:  # a query for each label stands behind the tokens
         real = torch.cat([real, inputs["labels"] != IGNORE], 1)
     return real.flatten(0, -2)
-
-
-def sum_over_items(values: Tensor, inputs: Inputs) -> Tensor:
-    """Return the sum of `values`, one for each text, in which a text counts as often as it has labels."""
-    count = len(inputs["input_ids"])
-    values, labels = values.view(count, -1).mean(1), inputs.get("labels")
-    return values.sum() if labels is None else (values * (labels != IGNORE).view(count, -1).sum(1)).sum()
 
 
 def drop_projections(file: Path) -> None:

@@ -305,6 +305,37 @@ def test_packed_documents_are_as_if_alone():
     assert student(**packed).loss.item() == pytest.approx(student(**batch_of(texts)).loss.item(), abs=1e-9)
 
 
+def test_of_labels_that_are_all_the_tokens_the_first_is_nothing_to_predict():
+    """As transformers' own collators have them."""
+    teacher, student = build("decoder"), build("decoder", seed=1, **SMALL)
+    ids = torch.randint(3, VOCAB, (1, 6))
+    text = {"input_ids": ids, "labels": ids}
+    with torch.no_grad():
+        expected = outputs_by_hand(student, teacher, text) / 5 + states_by_hand_of(student, teacher, text)
+    Distillation(student, teacher, recipe_of(**SIGNALS["outputs"], hidden_states=LayersRecipe(1.0, [[2, 4]])))
+    getattr(student, PROJECTIONS).stack.weight.data.fill_(0.0)
+    assert student.train()(**text).loss.item() == pytest.approx(expected.item(), abs=1e-9)
+
+
+def states_by_hand_of(student, teacher, text):
+    """Of a projection onto nothing."""
+    return teacher(**text, output_hidden_states=True).hidden_states[4].square().mean()
+
+
+def test_a_student_that_checkpoints_its_activations_learns_the_same():
+    batch, runs = batch_of(texts_for("encoder_decoder")), []
+    for is_checkpointing in (False, True):
+        student = build("encoder_decoder", seed=1, **SMALL)
+        if is_checkpointing:
+            student.activation_checkpointing_enable()
+        Distillation(student, build("encoder_decoder"), recipe_of(1.0, **EVERY_SIGNAL))
+        loss = student.train()(**batch).loss
+        loss.backward()
+        runs.append([loss.detach(), *(parameter.grad for parameter in student.parameters())])
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
 def test_a_windowed_student_learns_the_attention_of_a_teacher_that_sees_all():
     student = build("encoder", seed=1, **SMALL, sliding_window=2)
     Distillation(student, build("encoder"), recipe_of(**SIGNALS["attentions"]))
