@@ -1,11 +1,12 @@
 """Whole trainings with a teacher: by recipe, on what the teacher writes, and in transformers' Trainer."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_files import make_recipe, metrics_of, write_files
 from test_distillation import EVERY_SIGNAL, SIGNALS, SMALL, batch_of, build, recipe_of, texts_for
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, TrainingArguments
@@ -65,6 +66,22 @@ def test_a_mean_of_checkpoints_has_no_projections_either(recipe_with):
     run = train(recipe_with(*WEIGHTS, *NARROW, "average_checkpoints=2", "validate_every=1"))
     assert not any(PROJECTIONS in name for name in load_file(run.folder / "model.safetensors"))
     assert run.best_loss > 0
+
+
+def test_a_run_is_not_continued_with_another_teacher(recipe_with, teacher, tmp_path):
+    mine = shutil.copytree(teacher, tmp_path / "teacher")
+    changes = [f"distillation.teacher={mine}", *WEIGHTS[:1], "save_every=1"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_module, "write_model", interrupted)
+        train(recipe_with(*changes))
+    weights = load_file(mine / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, mine / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"cannot be continued, as the teacher is another one: change that back"):
+        train(recipe_with(*changes))
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_student_begins_as_layers_of_its_teacher(recipe_with, teacher):
