@@ -433,7 +433,7 @@ REFUSED = {
     "topology": (
         lambda: build("encoder"),
         SIGNALS["outputs"],
-        "TriptychForMaskedLM, reads both ways, but the student, TriptychForCausalLM, reads left to right",
+        r"\(TriptychForMaskedLM\) reads both ways, but the student \(TriptychForCausalLM\) reads left to right",
     ),
     "pair": (lambda: build("encoder_decoder"), SIGNALS["outputs"], "reads with an encoder and writes with a decoder"),
     "layer": (
@@ -455,7 +455,7 @@ REFUSED = {
     "heads": (
         lambda: build("decoder", num_attention_heads=2),
         SIGNALS["attentions"],
-        "has 2 attention heads and the student, TriptychForCausalLM, 4, .*: use distillation.relations",
+        r"has 2 attention heads and the student \(TriptychForCausalLM\) 4, .*: use distillation.relations",
     ),
     "relation heads": (
         partial(build, "decoder"),
@@ -487,12 +487,12 @@ def test_students_that_cannot_learn_are_refused():
     quick = build("encoder")
     quick.set_attn_implementation("sdpa")
     with pytest.raises(
-        UserError, match=r"the student, .* gives no attention maps: its attn_implementation must be eager"
+        UserError, match=r"the student \(.*\) gives no attention maps: its attn_implementation must be eager"
     ):
         Distillation(quick, teacher, recipe_of(**SIGNALS["attentions"]))
     kind = triptych.TriptychEncoderForQuestionAnswering
     with pytest.raises(
-        UserError, match=r"'distillation.outputs.weight' must be 0, as the student, TriptychEncoderForQ"
+        UserError, match=r"'distillation.outputs.weight' must be 0, as the student \(TriptychEncoderForQ"
     ):
         Distillation(build(kind), build(kind), recipe_of(**SIGNALS["outputs"]))
     names = {"id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
@@ -505,5 +505,7 @@ def test_a_teacher_that_lacks_an_input_is_refused():
     student = build("decoder", seed=1, **SMALL)
     Distillation(student, theirs, recipe_of(**SIGNALS["outputs"]))
     batch = batch_of(texts_for("decoder")) | {"prefix_length": torch.ones(3, dtype=torch.long)}
-    with pytest.raises(UserError, match="the teacher, GPT2LMHeadModel, cannot read 'prefix_length' of this objective"):
+    with pytest.raises(
+        UserError, match=r"the teacher \(GPT2LMHeadModel\) cannot read 'prefix_length' of this objective"
+    ):
         student.train()(**batch)
