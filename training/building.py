@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import set_seed
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from triptych import (
     TriptychConfig,
@@ -27,7 +27,7 @@ from triptych.training.consistency import Consistency
 from triptych.training.data import NOT_TEXT, digest_of, load_split
 from triptych.training.distillation import Distillation
 from triptych.training.errors import UserError, as_user_error, unknown_name
-from triptych.training.evaluation import score_rows
+from triptych.training.evaluation import load_model, score_rows
 from triptych.training.low_rank import add_low_rank
 from triptych.training.masking import NextSentencePairs
 from triptych.training.objectives import (
@@ -199,10 +199,9 @@ def _meet_teacher(recipe: Recipe, task: Task, examples: Dataset) -> Dataset:
 def _load_teacher(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Return the teacher with the objective's head; only with the student's tokenizer does it say something of it."""
     path = recipe.distillation.teacher
-    backend = {"attn_implementation": "eager"} if "attentions" in recipe.distillation.signals() else {}
-    with as_user_error("recipe key 'distillation.teacher'"):
-        teacher = task.head.from_pretrained(path, **backend)
-        its_tokenizer = AutoTokenizer.from_pretrained(path)
+    teacher, its_tokenizer = load_model(path, task.head)
+    if "attentions" in recipe.distillation.signals():
+        teacher.set_attn_implementation("eager")
     if tokenizer_digest(its_tokenizer) != tokenizer_digest(tokenizer):
         raise UserError(
             f"recipe key 'tokenizer.path' is '{recipe.tokenizer.path}' ({len(tokenizer):,} tokens), but must be "

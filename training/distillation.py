@@ -115,8 +115,8 @@ def relations(left: Tensor, right: Tensor, heads: int, visible: Tensor) -> Tenso
     Args:
         visible: [B, T, T], True where a token (row) is related with another.
     """
-    left, right = (at_least_float32(states).unflatten(-1, (heads, -1)).transpose(1, 2) for states in (left, right))
-    scores = left @ right.transpose(-2, -1) * left.shape[-1] ** -0.5
+    left, right = (states.unflatten(-1, (heads, -1)).transpose(1, 2) for states in (left, right))
+    scores = at_least_float32(left @ right.transpose(-2, -1)) * left.shape[-1] ** -0.5
     return scores.masked_fill(~visible[:, None], torch.finfo(scores.dtype).min).log_softmax(-1)
 
 

@@ -442,7 +442,7 @@ def _check_ranges(recipe: Recipe) -> None:
     betas = recipe.adam_betas
     _require(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "adam_betas", "two numbers in [0, 1)", betas)
     _check_data(recipe.data)
-    _check_distillation(recipe.distillation)
+    _check_distillation(recipe.distillation, recipe.model)
 
 
 def _check_data(data: DataRecipe) -> None:
@@ -454,10 +454,13 @@ def _check_data(data: DataRecipe) -> None:
     _require(0 <= data.token_dropout < 1, "data.token_dropout", "at least 0 and below 1", data.token_dropout)
 
 
-def _check_distillation(recipe: DistillationRecipe) -> None:
+def _check_distillation(recipe: DistillationRecipe, model: dict[str, Any]) -> None:
     given = [key for key in ("sequences", "start_from") if getattr(recipe, key) is not None] + list(recipe.signals())
     allowed = f"a trained model's folder, as distillation.{given[0]} is given" if given else ""
     _require(recipe.teacher is not None or not given, "distillation.teacher", allowed, recipe.teacher)
+    for key in ("path", "preset"):
+        allowed = "left out, as distillation.start_from is given"
+        _require(recipe.start_from is None or key not in model, f"model.{key}", allowed, model.get(key))
     weights = {"labels": recipe.labels} | {f"{name}.weight": getattr(recipe, name).weight for name in SIGNALS}
     for key, weight in weights.items():
         _require(weight >= 0, f"distillation.{key}", "at least 0", weight)

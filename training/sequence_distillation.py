@@ -22,8 +22,8 @@ BLOCK = 512  # sources that are answered at a time, and what a kill can cost
 def teach_targets(examples: Dataset, teacher: str, file: Path) -> Dataset:
     """Return `examples` of `source` and `target` with the teacher's answers as targets.
 
-    They are read from `file`, a JSON line each; what is missing there is written first, by the main process, from where
-    an earlier one was interrupted.
+    They are read from `file`, a JSON line each. What is missing there is written first, from where an earlier sitting
+    was interrupted, by the main process, for which the others wait.
 
     Raises:
         UserError: the file is of other sources, or cannot be read or written; or there is no such teacher.

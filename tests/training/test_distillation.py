@@ -311,15 +311,11 @@ def test_of_labels_that_are_all_the_tokens_the_first_is_nothing_to_predict():
     ids = torch.randint(3, VOCAB, (1, 6))
     text = {"input_ids": ids, "labels": ids}
     with torch.no_grad():
-        expected = outputs_by_hand(student, teacher, text) / 5 + states_by_hand_of(student, teacher, text)
+        states = teacher(**text, output_hidden_states=True).hidden_states[4]
+        expected = outputs_by_hand(student, teacher, text) / 5 + states.square().mean()
     Distillation(student, teacher, recipe_of(**SIGNALS["outputs"], hidden_states=LayersRecipe(1.0, [[2, 4]])))
-    getattr(student, PROJECTIONS).stack.weight.data.fill_(0.0)
+    getattr(student, PROJECTIONS).stack.weight.data.fill_(0.0)  # so that the error is the teacher's square
     assert student.train()(**text).loss.item() == pytest.approx(expected.item(), abs=1e-9)
-
-
-def states_by_hand_of(student, teacher, text):
-    """Of a projection onto nothing."""
-    return teacher(**text, output_hidden_states=True).hidden_states[4].square().mean()
 
 
 def test_a_student_that_checkpoints_its_activations_learns_the_same():

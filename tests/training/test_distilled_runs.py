@@ -143,6 +143,10 @@ def test_targets_are_what_the_teacher_writes(recipe_with, teacher, tmp_path, mon
             ["distillation.teacher=", *WEIGHTS],
             "'distillation.teacher' must be a trained model's folder, as distillation.",
         ),
+        (
+            ["model.path=a", "distillation.start_from=[0]"],
+            "'model.path' must be left out, as distillation.start_from is",
+        ),
         (["distillation.techer=a"], "did you mean 'distillation.teacher'?"),
     ],
 )
