@@ -79,6 +79,19 @@ def batch_of(texts, side="right", extra=0):
     return batch
 
 
+def learn(student, teacher, recipe, batch):
+    """The loss of a batch in training, and the gradients of all that learns."""
+    Distillation(student, teacher, recipe)
+    output = student.train()(**batch)
+    (2 * output.loss).backward()
+    return [output.loss.detach(), *(parameter.grad for parameter in student.parameters())]
+
+
+def assert_all_close(runs, **tolerances):
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other, **tolerances)
+
+
 def kl(p, log_p, log_q):
     return (p * (log_p - log_q))[p > 0].sum()
 
@@ -189,11 +202,9 @@ def test_weights_and_the_labels_loss_add_up():
 @pytest.mark.parametrize("topology", CLASSES)
 def test_a_student_equal_to_its_teacher_has_nothing_to_learn(topology):
     teacher, student = build(topology), build(topology)
-    Distillation(student, teacher, recipe_of(**EVERY_SIGNAL))
-    loss = student.train()(**batch_of(texts_for(topology))).loss
-    loss.backward()
+    loss, *gradients = learn(student, teacher, recipe_of(**EVERY_SIGNAL), batch_of(texts_for(topology)))
     assert abs(loss.item()) < 1e-12
-    assert max(parameter.grad.abs().max() for parameter in student.parameters()) < 1e-9
+    assert max(gradient.abs().max() for gradient in gradients) < 1e-9
 
 
 @given(
@@ -253,13 +264,10 @@ def test_no_table_of_the_students_logits_is_needed(monkeypatch, topology, top_k)
     batch, runs = batch_of(texts_for(topology)), []
     for output_logits in (None, True):
         student = build(topology, seed=1, **SMALL, logit_scale=0.7)
-        Distillation(student, build(topology), recipe_of(1.0, outputs=OutputsRecipe(1.0, 3.0, top_k)))
-        output = student.train()(**batch, output_logits=output_logits)
-        assert (output.logits is None) == (output_logits is None)
-        (2 * output.loss).backward()
-        runs.append([output.loss.detach(), *(parameter.grad for parameter in student.parameters())])
-    for one, other in zip(*runs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        recipe = recipe_of(1.0, outputs=OutputsRecipe(1.0, 3.0, top_k))
+        runs.append(learn(student, build(topology), recipe, batch | {"output_logits": output_logits}))
+    assert student(**batch).logits is None
+    assert_all_close(runs, rtol=1e-9, atol=1e-12)
 
 
 def test_all_logits_are_as_many_as_there_are():
@@ -324,12 +332,8 @@ def test_a_student_that_checkpoints_its_activations_learns_the_same():
         student = build("encoder_decoder", seed=1, **SMALL)
         if is_checkpointing:
             student.activation_checkpointing_enable()
-        Distillation(student, build("encoder_decoder"), recipe_of(1.0, **EVERY_SIGNAL))
-        loss = student.train()(**batch).loss
-        loss.backward()
-        runs.append([loss.detach(), *(parameter.grad for parameter in student.parameters())])
-    for one, other in zip(*runs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        runs.append(learn(student, build("encoder_decoder"), recipe_of(1.0, **EVERY_SIGNAL), batch))
+    assert_all_close(runs, rtol=1e-9, atol=1e-12)
 
 
 def test_a_windowed_student_learns_the_attention_of_a_teacher_that_sees_all():
@@ -377,15 +381,9 @@ def test_a_teacher_of_transformers_teaches_what_its_copy_in_this_family_does(top
     theirs = model_class._from_config(config, attn_implementation="eager").double()
     ours = triptych.import_model(theirs, attn_implementation="eager")
     signals = SIGNALS["outputs"] | SIGNALS["hidden_states"] | SIGNALS["attentions"]
-    batch, runs = batch_of(texts_for(topology)), []
-    for teacher in (theirs, ours):
-        student = build(topology, seed=1, **SMALL)
-        Distillation(student, teacher, recipe_of(**signals))
-        loss = student.train()(**batch).loss
-        loss.backward()
-        runs.append([loss.detach(), *(parameter.grad for parameter in student.parameters())])
-    for one, other in zip(*runs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    batch = batch_of(texts_for(topology))
+    runs = [learn(build(topology, seed=1, **SMALL), teacher, recipe_of(**signals), batch) for teacher in (theirs, ours)]
+    assert_all_close(runs, rtol=1e-5, atol=1e-7)
 
 
 def test_a_classifier_learns_its_teachers_distribution_over_classes():
@@ -418,10 +416,6 @@ def test_other_heads_learn_states(kind):
     loss = student.train()(**batch).loss
     twice = student(**{name: torch.cat([value, value]) for name, value in batch.items()}).loss
     assert loss.item() == pytest.approx(twice.item(), abs=1e-9)
-
-
-def classifier(**changes):
-    return build(triptych.TriptychEncoderForSequenceClassification, **changes)
 
 
 REFUSED = {
@@ -491,9 +485,10 @@ def test_students_that_cannot_learn_are_refused():
         UserError, match=r"'distillation.outputs.weight' must be 0, as the student \(TriptychEncoderForQ"
     ):
         Distillation(build(kind), build(kind), recipe_of(**SIGNALS["outputs"]))
+    kind = triptych.TriptychEncoderForSequenceClassification
     names = {"id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
     with pytest.raises(UserError, match=r"has the classes \{0: 'LABEL_0', .* 'yes'\}: they must be the same"):
-        Distillation(classifier(**names), classifier(), recipe_of(**SIGNALS["outputs"]))
+        Distillation(build(kind, **names), build(kind), recipe_of(**SIGNALS["outputs"]))
 
 
 def test_a_teacher_that_lacks_an_input_is_refused():
