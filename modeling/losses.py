@@ -4,6 +4,9 @@ the trainer gives it (so that accumulated steps weigh each item alike), and thei
 Shapes: B batch, T tokens, V vocabulary, L labels.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -60,19 +63,24 @@ def projected_cross_entropy(
         weight, bias: [V, E] and [V].
     """
     check_labels(labels, len(weight))
-    total = ProjectedCrossEntropy.apply(states, weight, bias, labels, scale, label_smoothing, z_loss)
+    loss_of_rows = partial(cross_entropy_of_rows, labels, label_smoothing, z_loss)
+    total = ProjectedLoss.apply(states, weight, bias, scale, loss_of_rows)
     return per_item(total, torch.tensor(len(labels)), num_items_in_batch)
 
 
 # Entries of a table of logits that are made at a time, and the fewest rows, for which all of `weight` is read.
 TABLE_SIZE, FEWEST_ROWS = 2**22, 256
 
+# Of some rows of logits [C, V], which are theirs to write on, given which rows these are: the sum of a loss, and its
+# gradient [C, V] if that is needed.
+LossOfRows = Callable[[torch.Tensor, slice, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
-class ProjectedCrossEntropy(torch.autograd.Function):
-    """The sum that `projected_cross_entropy` divides. Gradients are made on the way forward, where the logits are."""
+
+class ProjectedLoss(torch.autograd.Function):
+    """The sum of a loss over the rows of logits. Gradients are made on the way forward, where the logits are."""
 
     @staticmethod
-    def forward(ctx, states, weight, bias, labels, scale, label_smoothing, z_loss):
+    def forward(ctx, states, weight, bias, scale, loss_of_rows: LossOfRows):
         device = states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
         inputs, table = states.to(dtype), weight.to(dtype)
@@ -81,27 +89,14 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad)
         grad_states, grad_weight = [], torch.zeros_like(weight, dtype=exact) if needs_gradient else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
-        vocabulary = len(weight)
-        rows = max(TABLE_SIZE // vocabulary, FEWEST_ROWS)
-        for part, answers in zip(inputs.split(rows), labels.split(rows), strict=True):
+        size = max(TABLE_SIZE // len(weight), FEWEST_ROWS)
+        for number, part in enumerate(inputs.split(size)):
             logits = F.linear(part, table, None if bias is None else bias.to(dtype)).to(exact)
             logits = logits if scale == 1 else logits * scale
-            shares = logits.log_softmax(-1)  # [C, V]
-            chosen = shares.gather(-1, answers[:, None])
-            total -= (1 - label_smoothing) * chosen.sum()
-            if label_smoothing:
-                total -= label_smoothing / vocabulary * shares.sum()
-            if z_loss:
-                normaliser = logits.gather(-1, answers[:, None]) - chosen  # log-sum-exp
-                total += z_loss * normaliser.square().sum()
+            loss, gradient = loss_of_rows(logits, slice(number * size, (number + 1) * size), needs_gradient)
+            total += loss
             if not needs_gradient:
                 continue
-            gradient = shares.exp_()
-            if z_loss:
-                gradient *= 1 + 2 * z_loss * normaliser
-            if label_smoothing:
-                gradient -= label_smoothing / vocabulary
-            gradient.scatter_add_(-1, answers[:, None], gradient.new_full(chosen.shape, label_smoothing - 1))
             if scale != 1:
                 gradient *= scale
             if bias is not None:
@@ -121,7 +116,36 @@ class ProjectedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_total):
         gradients = (None if gradient is None else gradient * grad_total for gradient in ctx.saved_tensors)
-        return *gradients, None, None, None, None
+        return *gradients, None, None
+
+
+def cross_entropy_of_rows(
+    labels: torch.Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    logits: torch.Tensor,
+    rows: slice,
+    needs_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `ProjectedLoss` asks for, of the sum that `cross_entropy` divides."""
+    answers, vocabulary = labels[rows, None], logits.shape[-1]
+    shares = logits.log_softmax(-1)  # [C, V]
+    chosen = shares.gather(-1, answers)
+    total = -(1 - label_smoothing) * chosen.sum()
+    if label_smoothing:
+        total -= label_smoothing / vocabulary * shares.sum()
+    if z_loss:
+        normaliser = logits.gather(-1, answers) - chosen  # log-sum-exp
+        total += z_loss * normaliser.square().sum()
+    if not needs_gradient:
+        return total, None
+    gradient = shares.exp_()
+    if z_loss:
+        gradient *= 1 + 2 * z_loss * normaliser
+    if label_smoothing:
+        gradient -= label_smoothing / vocabulary
+    gradient.scatter_add_(-1, answers, gradient.new_full(chosen.shape, label_smoothing - 1))
+    return total, gradient
 
 
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:

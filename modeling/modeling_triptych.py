@@ -185,6 +185,18 @@ class TriptychForCausalLM(GenerativeHead):
         super().__init__(config)
         self.post_init()
 
+    @staticmethod
+    def shift(
+        labels: torch.LongTensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+    ) -> torch.LongTensor:
+        """What each token predicts, [B, T]: of the `labels` [B, T] that of the next one, as `forward` has it."""
+        is_padding = attention_mask is not None and attention_mask.shape == labels.shape
+        padding = attention_mask.bool() if is_padding else None
+        return next_token_labels(labels, padding, find_documents(position_ids, seq_idx, padding, 0, *labels.shape))
+
     @can_return_tuple
     @renamed_cache
     def forward(
@@ -231,10 +243,7 @@ class TriptychForCausalLM(GenerativeHead):
             if labels.shape != outputs.last_hidden_state.shape[:2]:
                 shape = list(outputs.last_hidden_state.shape[:2])
                 raise ValueError(f"`labels` has shape {list(labels.shape)}, but must be {shape}.")
-            is_padding = attention_mask is not None and attention_mask.shape == labels.shape
-            padding = attention_mask.bool() if is_padding else None
-            documents = find_documents(position_ids, seq_idx, padding, 0, *labels.shape)
-            shift_labels = next_token_labels(labels, padding, documents)
+            shift_labels = self.shift(labels, attention_mask, position_ids, seq_idx)
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
         loss, logits = self.predict_tokens(hidden_states, shift_labels, num_items_in_batch, **options)
         return CausalLMOutputWithPast(

@@ -12,7 +12,10 @@
 | `batching` | length-bucketed batches within a token budget |
 | `building` | from a recipe to data, tokenizer, model and loaders |
 | `optimization`, `loop` | the optimisation, on `accelerate.Accelerator` |
+| `training_loss` | how a model gives another loss while it trains |
 | `consistency`, `attention_transfer`, `low_rank` | other losses and fewer parameters: R-Drop, softmax to linear, LoRA |
+| `distillation`, `pairing` | what a student learns from a teacher, and which of their layers are compared |
+| `sequence_distillation`, `distillation_trainer` | what a teacher writes as targets; in transformers' Trainer |
 | `checkpoints` | what a run continues from |
 | `memory` | what the C library does with freed memory |
 | `reporting`, `plots` | progress, metrics and pictures |

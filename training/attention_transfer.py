@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from triptych.linear_attention import TriptychLinearAttention
 from triptych.training.errors import UserError
+from triptych.training.training_loss import Inputs, TrainingLoss
 
 
-class AttentionTransfer:
-    """Hooks on `student` by which its loss in training is that of its linear layers against the `teacher`'s attention.
+class AttentionTransfer(TrainingLoss):
+    """The loss of the linear layers of `student` against the `teacher`'s attention.
 
     That is their squared error at real tokens, a mean over D and a sum over layers, per item of the update.
 
@@ -61,17 +62,16 @@ class AttentionTransfer:
             theirs[name].register_forward_hook(partial(self._remember, name))
             module.register_forward_pre_hook(partial(self._give, name))
             module.register_forward_hook(partial(self._compare, name), with_kwargs=True)
-        student.register_forward_pre_hook(self._run_teacher, with_kwargs=True)
-        student.register_forward_hook(self._replace_loss, with_kwargs=True)
+        super().__init__(student)
 
     @torch.no_grad()
-    def _run_teacher(self, student: nn.Module, args: tuple, inputs: dict[str, Any]) -> None:
-        if student.training:
-            mask = inputs.get("attention_mask")
-            self.real = torch.ones_like(inputs["input_ids"]) if mask is None else mask
-            self.error = torch.zeros((), device=self.real.device)
-            text = {name: inputs[name] for name in inputs if name in TEXT}
-            self.teacher.base_model.to(self.real.device)(**text, use_cache=False)
+    def prepare(self, inputs: Inputs) -> Inputs:
+        mask = inputs.get("attention_mask")
+        self.real = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+        self.error = torch.zeros((), device=self.real.device)
+        text = {name: inputs[name] for name in inputs if name in TEXT}
+        self.teacher.base_model.to(self.real.device)(**text, use_cache=False)
+        return inputs
 
     def _remember(self, name: str, module: nn.Module, args: tuple, output: tuple[Tensor, Tensor | None]) -> None:
         self.seen[name].append((args[0], output[0]))
@@ -90,10 +90,8 @@ class AttentionTransfer:
         self.error = self.error + (errors if options["rows"] else errors * self.real).sum()
         return expected, None
 
-    def _replace_loss(self, student: nn.Module, args: tuple, inputs: dict[str, Any], output: Any) -> Any:
-        if student.training:
-            output.loss = self.error / inputs["num_items_in_batch"]
-            return output
+    def replace(self, inputs: Inputs, output: Any) -> Tensor:
+        return self.error / self.items(inputs)
 
 
 # What a teacher reads: all of a text but what it is to answer.

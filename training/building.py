@@ -13,13 +13,21 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from triptych import TriptychConfig, TriptychDecoderConfig, TriptychEncoderConfig, TriptychEncoderDecoderConfig
+from triptych import (
+    TriptychConfig,
+    TriptychDecoderConfig,
+    TriptychEncoderConfig,
+    TriptychEncoderDecoderConfig,
+    import_model,
+)
 from triptych.configs import recipe_names
 from triptych.training.attention_transfer import AttentionTransfer
 from triptych.training.batching import Examples, build_loader
+from triptych.training.consistency import Consistency
 from triptych.training.data import NOT_TEXT, digest_of, load_split
+from triptych.training.distillation import Distillation
 from triptych.training.errors import BROKEN_FILES, UserError, as_user_error, unknown_name
-from triptych.training.evaluation import score_rows
+from triptych.training.evaluation import load_model, score_rows
 from triptych.training.low_rank import add_low_rank
 from triptych.training.masking import NextSentencePairs
 from triptych.training.objectives import (
@@ -33,10 +41,11 @@ from triptych.training.objectives import (
 )
 from triptych.training.recipe import Recipe
 from triptych.training.renaming import RenamedExamples
+from triptych.training.sequence_distillation import teach_targets
 from triptych.training.streaming import StreamedExamples, first_window, open_stream
 from triptych.training.subwords import RegularizedPairs
 from triptych.training.token_dropout import TokenDropout
-from triptych.training.tokenization import build_tokenizer
+from triptych.training.tokenization import build_tokenizer, tokenizer_digest
 
 
 @dataclass
@@ -73,6 +82,8 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
         _check_start("model.path", start)
         recipe.tokenizer.path = recipe.tokenizer.path or start
     first = _read(recipe, task, "train")
+    if recipe.distillation.teacher:
+        first = _meet_teacher(recipe, task, first)
     tokenizer = build_tokenizer(recipe.tokenizer, _texts(first, task), task.topology, task.extra_tokens)
     labels = label_names(task, first)
     model = build_model(recipe, task, tokenizer, labels)
@@ -88,12 +99,16 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
             AttentionTransfer(model, teacher)
     if recipe.low_rank.rank:
         add_low_rank(model, recipe.low_rank)
+    if recipe.r_drop:
+        if task.name in ONE_ANSWER:
+            raise UserError(f"recipe key 'r_drop' must be 0, as {task.name} does not choose among labels alone")
+        Consistency(model, recipe.r_drop)
+    if recipe.distillation.signals():
+        Distillation(model, _load_teacher(recipe, task, tokenizer), recipe.distillation)
     train = _training_examples(recipe, task, tokenizer, first, rows[0], rows_of, labels)
     validation = build_examples(task, rows[1], tokenizer, recipe)
     collator = task.collator(tokenizer)
     training_collator = collator
-    if recipe.r_drop and task.name in ONE_ANSWER:
-        raise UserError(f"recipe key 'r_drop' must be 0, as {task.name} does not choose among labels alone")
     if recipe.data.token_dropout:
         if task.name == "multiple_choice":
             raise UserError("recipe key 'data.token_dropout' must be 0, as multiple_choice has several texts a row")
@@ -167,6 +182,36 @@ def _training_examples(
     return build_examples(task, rows, tokenizer, recipe)
 
 
+def _meet_teacher(recipe: Recipe, task: Task, examples: Dataset) -> Dataset:
+    """Take over what the teacher decides: the tokenizer, where more than texts pass, and perhaps the targets."""
+    distillation = recipe.distillation
+    _check_start("distillation.teacher", distillation.teacher)
+    if distillation.signals() or distillation.start_from:
+        recipe.tokenizer.path = recipe.tokenizer.path or distillation.teacher
+    if not distillation.sequences:
+        return examples
+    if task.name != "seq2seq" or recipe.data.window:
+        raise UserError(
+            "recipe key 'distillation.sequences' must be null, unless the objective is seq2seq and data.window is null"
+        )
+    return teach_targets(examples, distillation.teacher, Path(distillation.sequences))
+
+
+def _load_teacher(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return the teacher with the objective's head; only with the student's tokenizer does it say something of it."""
+    path = recipe.distillation.teacher
+    teacher, its_tokenizer = load_model(path, task.head)
+    if "attentions" in recipe.distillation.signals():
+        teacher.set_attn_implementation("eager")
+    if tokenizer_digest(its_tokenizer) != tokenizer_digest(tokenizer):
+        raise UserError(
+            f"recipe key 'tokenizer.path' is '{recipe.tokenizer.path}' ({len(tokenizer):,} tokens), but must be "
+            f"'{path}' ({len(its_tokenizer):,} tokens) or null, as what a teacher says is about its own tokens; with "
+            "another tokenizer, use distillation.sequences alone"
+        )
+    return teacher
+
+
 def _check_start(key: str, path: str) -> None:
     """Name the recipe that trains the model to start from, where it has not been trained yet."""
     name = Path(path).name
@@ -210,9 +255,11 @@ def build_model(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, 
         heads = {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}
     name = recipe.model.get("attn_implementation")
     backend = {"attn_implementation": name} if name else {}
-    path = recipe.model.get("path")
-    with as_user_error("recipe section 'model'", *BROKEN_FILES if path else ()):
-        if path:
+    path, chosen = recipe.model.get("path"), recipe.distillation.start_from
+    with as_user_error("recipe section 'model'", *BROKEN_FILES if path or chosen else ()):
+        if chosen:
+            model = _begin_as_teacher(recipe, task, given | backend)
+        elif path:
             model = task.head.from_pretrained(path, trust_remote_code=False, **given | heads, **backend)
         else:
             fields = changes | given | heads
@@ -226,6 +273,24 @@ def build_model(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, 
         if model.can_generate():
             model.generation_config.update(**vars(recipe.generation))
             model.generation_config.validate()
+    return model
+
+
+def _begin_as_teacher(recipe: Recipe, task: Task, changes: dict[str, Any]) -> PreTrainedModel:
+    """Return the teacher's chosen layers with its head, as a model of the family.
+
+    Raises:
+        ValueError: a layer is not there, a change would leave weights without meaning, or the head is another one.
+    """
+    chosen = recipe.distillation.start_from
+    if isinstance(chosen, dict):
+        changes |= {stack: changes.get(stack, {}) | {"layers": layers} for stack, layers in chosen.items()}
+    else:
+        changes["layers"] = chosen
+    model = import_model(recipe.distillation.teacher, **changes)
+    expected = task.head._model_mapping[type(model.config)]
+    if type(model) is not expected:
+        raise ValueError(f"the teacher is {type(model).__name__}, but {task.name} needs {expected.__name__}")
     return model
 
 

@@ -1,4 +1,4 @@
-"""The command `triptych`: train, generate, evaluate, convert, push, inspect, demo, bench."""
+"""The command `triptych`: train, distill, generate, evaluate, convert, push, inspect, demo, bench."""
 
 import json
 import math
@@ -29,6 +29,10 @@ def _recipes(incomplete: str) -> list[str]:
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
 
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.", autocompletion=_recipes)
+]
+ChangesArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, sections with a dot.")]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A run's folder, or a model's name on the Hugging Face Hub.")
 ]
@@ -69,14 +73,7 @@ def triptych_command(
 
 
 @app.command(name="train", epilog=_recipe_help())
-def train_command(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.", autocompletion=_recipes)
-    ],
-    changes: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, sections with a dot.")
-    ] = None,
-) -> None:
+def train_command(recipe: RecipeArgument, changes: ChangesArgument = None) -> None:
     """Train a model and leave it, with tokenizer, metrics and loss curve, in the folder that `output` names.
 
     Whatever ends a training before its time, the same command continues it from its last checkpoint, as if nothing had
@@ -98,12 +95,36 @@ def train_command(
 
     GOMP_SPINCOUNT=1000 triptych train dates
     """
+    _train(load_recipe(recipe, changes or []))
+
+
+@app.command(name="distill")
+def distill_command(recipe: RecipeArgument, changes: ChangesArgument = None) -> None:
+    """Train a student on its labels and on what a trained teacher says of them, as the recipe's `distillation` has it.
+
+    It is `triptych train` of a recipe that names a teacher: it leaves the same folder, and goes on after a kill.
+
+    **Examples**
+
+    triptych distill multi30k_student_half
+
+    triptych distill sst2_student_half seed=2 output=runs/second
+
+    triptych distill my_recipe.yaml distillation.teacher=runs/mine distillation.outputs.weight=1
+    """
+    loaded = load_recipe(recipe, changes or [])
+    if loaded.distillation.teacher is None:
+        raise UserError("recipe key 'distillation.teacher' must be a trained model's folder, not null")
+    _train(loaded)
+
+
+def _train(recipe: Recipe) -> None:
     # Each command imports what it needs, so that help does not wait for it.
     from accelerate import PartialState
 
     from triptych.training.run import train
 
-    run = train(load_recipe(recipe, changes or []))
+    run = train(recipe)
     if PartialState().is_main_process:
         typer.echo(f"{run.folder}: validation loss {run.best_loss:.4f} after update {run.best_step:,}")
 

@@ -4,32 +4,41 @@ Shapes: B batch, T tokens, V vocabulary or classes.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from triptych.losses import IGNORE, at_least_float32, next_token_labels
+from triptych import TriptychPreTrainedModel
+from triptych.losses import IGNORE, at_least_float32
+from triptych.training.training_loss import Inputs, TrainingLoss
 
 
-def consistent_loss(
-    model: nn.Module, batch: dict[str, Tensor], items: Tensor, weight: float, predicts_next: bool, **options
-) -> Tensor:
-    """Return the share that `batch` has in the mean loss over the `items` of an update.
+class Consistency(TrainingLoss):
+    """Cross-entropy of two passes, and their disagreement.
 
     It is half of what the paper minimises, so that a weight of 0 leaves the mean of the two cross-entropies.
 
     Args:
+        model: gives a distribution at each label.
         weight: of the disagreement, the paper's alpha.
-        predicts_next: whether logits predict the label of the next token instead of their own.
-        **options: of the model's forward.
     """
-    batch = twice(batch)
-    output = model(**batch, num_items_in_batch=2 * items, output_logits=True, **options)
-    labels = next_token_labels(batch["labels"]) if predicts_next else batch["labels"]
-    return output.loss + weight / 2 * disagreement(output.logits, labels) / items
+
+    def __init__(self, model: TriptychPreTrainedModel, weight: float):
+        super().__init__(model)
+        self.weight = weight
+
+    def prepare(self, inputs: Inputs) -> Inputs:
+        return twice(inputs) | {"num_items_in_batch": 2 * self.items(inputs), "output_logits": True}
+
+    def replace(self, inputs: Inputs, output) -> Tensor:
+        labels = self.labels_of_logits(inputs)
+        return output.loss + self.weight * disagreement(output.logits, labels) / inputs["num_items_in_batch"]
 
 
-def twice(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `batch` with every row a second time, after all the others, so that each has dropout of its own."""
-    return {name: torch.cat([value, value]) for name, value in batch.items()}
+def twice(inputs: Inputs) -> Inputs:
+    """Return `inputs` with every row a second time, after all the others, so that each has dropout of its own."""
+    return {
+        name: torch.cat([value, value]) if isinstance(value, Tensor) and value.ndim else value
+        for name, value in inputs.items()
+    }
 
 
 def disagreement(logits: Tensor, labels: Tensor) -> Tensor:

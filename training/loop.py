@@ -25,11 +25,9 @@ from accelerate.utils import broadcast_object_list, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from triptych import TriptychForCausalLM
 from triptych.training.batching import count_items
 from triptych.training.building import Parts
 from triptych.training.checkpoints import Checkpoints
-from triptych.training.consistency import consistent_loss
 from triptych.training.errors import Failure, UserError
 from triptych.training.optimization import build_optimizer, build_schedule
 from triptych.training.recipe import Recipe
@@ -81,7 +79,6 @@ class TrainingLoop:
     def __init__(self, recipe: Recipe, parts: Parts, accelerator: Accelerator, checkpoints: Checkpoints, log: RunLog):
         self.recipe = recipe
         self.score = parts.score
-        self.predicts_next = isinstance(parts.model, TriptychForCausalLM)
         self.accelerator = accelerator
         self.checkpoints = checkpoints
         self.log = log
@@ -202,9 +199,8 @@ class TrainingLoop:
     def _loss(self, batch: Batch, items: Tensor) -> Tensor:
         """Return the share that `batch` has in the mean loss over the `items` of an update."""
         options = {"label_smoothing": self.recipe.label_smoothing} if self.recipe.label_smoothing else {}
-        if self.recipe.r_drop:
-            return consistent_loss(self.model, batch, items, self.recipe.r_drop, self.predicts_next, **options)
-        return self.model(**batch, num_items_in_batch=items, **options).loss
+        with self.accelerator.autocast():  # around the hooks of a `TrainingLoss` too
+            return self.model(**batch, num_items_in_batch=items, **options).loss
 
     def _require_finite(self, value: Tensor, what: str, batches: int) -> None:
         """Stop where the update at hand, made of the next `batches` batches of each process, went wrong."""

@@ -171,13 +171,93 @@ class LowRankRecipe:
     modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
+SIGNALS = ("outputs", "hidden_states", "attentions", "relations")
+# Pairs of numbers [student's, teacher's]; of an encoder-decoder both of its stacks', or those of each by its name.
+Pairs = list[list[int]] | dict[str, list[list[int]]] | None
+
+
+@dataclass
+class OutputsRecipe:
+    """The teacher's distribution at each label.
+
+    Attributes:
+        weight: of this signal in the loss; 0 leaves it out.
+        temperature: by which logits are divided.
+        top_k: how many of the teacher's logits are looked at, the largest; null is all.
+    """
+
+    weight: float = 0.0
+    temperature: float = 1.0
+    top_k: int | None = None
+
+
+@dataclass
+class LayersRecipe:
+    """What paired layers write: hidden states, or attention maps.
+
+    Attributes:
+        weight: of this signal in the loss; 0 leaves it out.
+        layers: pairs, counted as in transformers' outputs, where the first of the hidden states is before all layers;
+            null pairs all of the student's evenly with the teacher's.
+    """
+
+    weight: float = 0.0
+    layers: Pairs = None
+
+
+@dataclass
+class RelationsRecipe(LayersRecipe):
+    """Relations within what self-attention projects, of paired layers.
+
+    Attributes:
+        weight: of this signal in the loss; 0 leaves it out.
+        layers: pairs; null pairs the last ones.
+        kinds: what is related with what.
+        heads: number of relation heads; null is the student's number of attention heads.
+    """
+
+    kinds: list[Literal["query_key", "query_query", "key_key", "value_value"]] = field(
+        default_factory=lambda: ["query_key", "value_value"]
+    )
+    heads: int | None = None
+
+
+@dataclass
+class DistillationRecipe:
+    """What is learnt from a trained model, see `triptych.training.distillation`.
+
+    Attributes:
+        teacher: its folder; null learns from the labels alone.
+        labels: weight of the objective's own loss beside the signals.
+        outputs, hidden_states, attentions, relations: the signals, each a section with a `weight` of its own.
+        sequences: a file of the teacher's answers to the training sources, which become the targets; it is written
+            where it is not there yet.
+        start_from: layers of the teacher that the student begins as, such as [0, 3], or those of each stack by its
+            name; null begins anew.
+    """
+
+    teacher: str | None = None
+    labels: float = 1.0
+    outputs: OutputsRecipe = field(default_factory=OutputsRecipe)
+    hidden_states: LayersRecipe = field(default_factory=LayersRecipe)
+    attentions: LayersRecipe = field(default_factory=LayersRecipe)
+    relations: RelationsRecipe = field(default_factory=RelationsRecipe)
+    sequences: str | None = None
+    start_from: list[int] | dict[str, list[int]] | None = None
+
+    def signals(self) -> dict[str, Any]:
+        """Return the signals that the teacher gives of a batch, by name, as far as they have a weight."""
+        return {name: getattr(self, name) for name in SIGNALS if getattr(self, name).weight}
+
+
 @dataclass
 class Recipe:
     """One training, from data to a folder that `from_pretrained` loads.
 
     Attributes:
         objective: `type`, one of `triptych.training.objectives`, and options of its collator.
-        data, tokenizer, generation, bleu, low_rank: sections with keys of their own, such as those of `DataRecipe`.
+        data, tokenizer, generation, bleu, low_rank, distillation: sections with keys of their own, such as those of
+            `DataRecipe`.
         model: fields of the configuration; besides, `topology` where the objective has several, `preset: NAME` to
             change that one, or `path: FOLDER` to start from the weights of a trained model; and the backend,
             `attn_implementation`.
@@ -222,6 +302,7 @@ class Recipe:
     bleu: BleuRecipe = field(default_factory=BleuRecipe)
     attention_transfer: str | None = None
     low_rank: LowRankRecipe = field(default_factory=LowRankRecipe)
+    distillation: DistillationRecipe = field(default_factory=DistillationRecipe)
     output: str | None = None
     overwrite: bool = False
     seed: int = 1
@@ -332,7 +413,7 @@ def _build(cls: type, tree: dict[str, Any], prefix: str = "") -> Any:
 def _convert(key: str, value: Any, kind: Any) -> Any:
     """Return `value` as `kind` (a type annotation of a recipe field), or raise an error that names `key`."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    if kind is Any or (value is None and types.NoneType in args):
         return value
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _build(kind, value, f"{key}.")
@@ -400,6 +481,7 @@ def _check_ranges(recipe: Recipe) -> None:
     betas = recipe.adam_betas
     _require(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "adam_betas", "two numbers in [0, 1)", betas)
     _check_data(recipe.data)
+    _check_distillation(recipe.distillation, recipe.model)
 
 
 def _check_data(data: DataRecipe) -> None:
@@ -409,6 +491,26 @@ def _check_data(data: DataRecipe) -> None:
     names = list(data.named_splits())
     _require({"train", "validation"} <= set(names), f"data.{sections[0]}", "train, validation and any tests", names)
     _require(0 <= data.token_dropout < 1, "data.token_dropout", "at least 0 and below 1", data.token_dropout)
+
+
+def _check_distillation(recipe: DistillationRecipe, model: dict[str, Any]) -> None:
+    given = [key for key in ("sequences", "start_from") if getattr(recipe, key) is not None] + list(recipe.signals())
+    allowed = f"a trained model's folder, as distillation.{given[0]} is given" if given else ""
+    _require(recipe.teacher is not None or not given, "distillation.teacher", allowed, recipe.teacher)
+    for key in ("path", "preset"):
+        allowed = "left out, as distillation.start_from is given"
+        _require(recipe.start_from is None or key not in model, f"model.{key}", allowed, model.get(key))
+    weights = {"labels": recipe.labels} | {f"{name}.weight": getattr(recipe, name).weight for name in SIGNALS}
+    for key, weight in weights.items():
+        _require(weight >= 0, f"distillation.{key}", "at least 0", weight)
+    _require(recipe.labels > 0 or recipe.signals(), "distillation.labels", "above 0 without any signal", recipe.labels)
+    outputs = recipe.outputs
+    _require(outputs.temperature > 0, "distillation.outputs.temperature", "above 0", outputs.temperature)
+    counts = {"outputs.top_k": outputs.top_k, "relations.heads": recipe.relations.heads}
+    for key, count in counts.items():
+        _require(count is None or count > 0, f"distillation.{key}", "at least 1", count)
+    kinds = recipe.relations.kinds
+    _require(len(kinds) > 0, "distillation.relations.kinds", "at least one kind", kinds)
 
 
 def _require(holds: bool, key: str, allowed: str, value: Any) -> None:

@@ -36,7 +36,8 @@ from safetensors.torch import load_model
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from triptych.training.building import Parts, build_parts
-from triptych.training.checkpoints import MODEL, WEIGHTS, Checkpoints
+from triptych.training.checkpoints import MODEL, WEIGHTS, Checkpoints, describe
+from triptych.training.distillation import drop_projections
 from triptych.training.errors import Failure, UserError, as_user_error
 from triptych.training.loop import TrainingLoop
 from triptych.training.low_rank import add_low_rank, merge_low_rank
@@ -236,7 +237,7 @@ def describe_run(recipe: Recipe, parts: Parts, accelerator: Accelerator) -> dict
     """Return what identifies a run and what it ran on, as it stands in `run.json`."""
     engines = (DistributedType.FSDP, DistributedType.DEEPSPEED)
     packages = ("triptych", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
-    return {
+    facts = {
         "seed": recipe.seed,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
         "device": str(accelerator.device),
@@ -248,6 +249,9 @@ def describe_run(recipe: Recipe, parts: Parts, accelerator: Accelerator) -> dict
         "data": parts.fingerprint,
         "tokenizer": tokenizer_digest(parts.tokenizer),
     }
+    if teacher := recipe.distillation.teacher:
+        facts["teacher"] = [describe(path)["sha256"] for path in sorted(Path(teacher).glob("*.safetensors"))]
+    return facts
 
 
 def refuse_changes(
@@ -280,8 +284,9 @@ def find_changes(recipe: Recipe, config: PreTrainedConfig, facts: dict[str, Any]
     if facts["engine"] == DistributedType.DEEPSPEED.value:  # its shards fit no other number
         compared["processes"] = facts["processes"], before["processes"]
     changes = [f"{key} is {new!r} instead of {old!r}" for key, (new, old) in compared.items() if new != old]
-    words = {"tokenizer": "the tokenizer is another one", "data": "the data are others"}
-    return changes + [words[key] for key in words if facts[key] != before[key]]
+    words = {"data": "the data are others"}
+    words |= {name: f"the {name} is another one" for name in ("tokenizer", "teacher")}
+    return changes + [words[key] for key in words if facts.get(key) != before.get(key)]
 
 
 def flatten(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -365,6 +370,8 @@ def write_model(recipe: Recipe, loop: TrainingLoop, model_class: type, output: P
     staging = output / ".model"
     if accelerator.is_main_process:
         checkpoints.export(steps, staging)
+        if recipe.distillation.hidden_states.weight:
+            drop_projections(staging / WEIGHTS)
     accelerator.wait_for_everyone()
     values = state.best
     if recipe.average_checkpoints or recipe.low_rank.rank or not values:

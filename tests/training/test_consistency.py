@@ -8,7 +8,7 @@ from tiny_dates import TINY
 
 from triptych import TriptychConfig, TriptychForCausalLM
 from triptych.training.building import ONE_ANSWER
-from triptych.training.consistency import consistent_loss, disagreement, twice
+from triptych.training.consistency import Consistency, disagreement, twice
 from triptych.training.errors import UserError
 from triptych.training.recipe import load_recipe
 from triptych.training.run import train
@@ -36,9 +36,10 @@ def test_a_decoder_agrees_where_it_predicts_a_label():
     ids = torch.randint(3, config.vocab_size, (2, 6))
     batch = {"input_ids": ids, "labels": torch.where(torch.arange(6) < 3, -100, ids)}
     torch.manual_seed(1)
-    loss = consistent_loss(model, batch, torch.tensor(6), weight=4.0, predicts_next=True)
-    torch.manual_seed(1)
     logits = model(input_ids=ids.repeat(2, 1)).logits
+    Consistency(model, weight=4.0)
+    torch.manual_seed(1)
+    loss = model(**batch, num_items_in_batch=torch.tensor(6)).loss
     first, second = logits[:, 2:5].log_softmax(-1).chunk(2)  # tokens 3, 4 and 5 are predicted
     entropies = -sum(half.gather(-1, ids[:, 3:, None]).sum() for half in (first, second)) / 2
     divergences = ((first.exp() - second.exp()) * (first - second)).sum() / 2

@@ -1,4 +1,5 @@
-"""Every objective: two processes, replicated (DDP) or sharded (FSDP2), are one that accumulates two batches."""
+"""Every objective, and a distillation: two processes, replicated (DDP) or sharded (FSDP2), are one that accumulates two
+batches."""
 
 import functools
 import json
@@ -28,6 +29,15 @@ ENGINES = {
 # An epsilon above such gradients makes the update as smooth in them as the loss is. An epoch has two updates or more.
 SETTINGS = ["model.hidden_dropout=0.0", "adam_epsilon=1e-3", "learning_rate=3e-3", "warmup_steps=1"]
 SETTINGS += ["max_tokens=160", "max_steps=5", "validate_every=5"]
+# Name to objective, topology and changes; `TEACHER` stands for the folder of a trained pair.
+CASES = {f"{name}-{topology}": (name, topology, []) for name, topology in EVERY} | {
+    "distillation": (
+        "seq2seq",
+        "encoder_decoder",
+        ["distillation.teacher=TEACHER", "model.hidden_size=8", "model.attn_implementation=eager"]
+        + [f"distillation.{name}.weight=1" for name in ("outputs", "hidden_states", "attentions", "relations")],
+    )
+}
 COMPARED = ("step", "epoch", "loss", "grad_norm", "items", "tokens", "validation_loss")
 
 
@@ -45,30 +55,40 @@ def launch(engine: str, recipes: list[Path], cwd: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_files(tmp_path_factory.mktemp("data"))
+def recipe_of(tmp_path_factory):
+    """Returns the recipe of a case that leaves its run in a folder."""
+    data, place = (tmp_path_factory.mktemp(name) for name in ("data", "teacher"))
+    write_files(data)
+    teacher = run_module.train(make_recipe(data, place, "seq2seq", "encoder_decoder", "max_steps=1")).folder
+
+    def recipe(case, folder):
+        name, topology, changes = CASES[case]
+        changes = [change.replace("TEACHER", str(teacher)) for change in changes]
+        return make_recipe(data, folder, name, topology, *SETTINGS, *changes)
+
+    return recipe
 
 
 @pytest.fixture(scope="module", params=["replicas", pytest.param("FSDP", marks=pytest.mark.slow)])
-def pairs(request, data, tmp_path_factory):
-    """An engine, and the folder in which it has trained every objective on two processes, in one launch."""
+def pairs(request, recipe_of, tmp_path_factory):
+    """An engine, and the folder in which it has trained every case on two processes, in one launch."""
     folder, recipes = tmp_path_factory.mktemp(request.param), []
-    for name, topology in EVERY:
-        place = folder / f"{name}-{topology}"
+    for case in CASES:
+        place = folder / case
         place.mkdir()
-        save_recipe(make_recipe(data, place, name, topology, *SETTINGS), place / "full.yaml")
+        save_recipe(recipe_of(case, place), place / "full.yaml")
         recipes.append(place / "full.yaml")
     launch(request.param, recipes, folder)
     return request.param, folder
 
 
 @pytest.fixture(scope="module")
-def alone(data, tmp_path_factory):
+def alone(recipe_of, tmp_path_factory):
     """Returns the folder of one process' run that accumulates two batches."""
 
     @functools.cache
-    def run(name, topology):
-        recipe = make_recipe(data, tmp_path_factory.mktemp("alone"), name, topology, *SETTINGS)
+    def run(case):
+        recipe = recipe_of(case, tmp_path_factory.mktemp("alone"))
         recipe.gradient_accumulation_steps = 2
         return run_module.train(recipe).folder
 
@@ -77,14 +97,14 @@ def alone(data, tmp_path_factory):
         yield run
 
 
-@pytest.mark.parametrize(("name", "topology"), EVERY)
-def test_two_processes_equal_one_that_accumulates(pairs, alone, name, topology):
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_equal_one_that_accumulates(pairs, alone, case):
     """A launch that silently runs one process, or another engine, would pass the comparison."""
     engine, folder = pairs
-    pair = folder / f"{name}-{topology}" / "run"
+    pair = folder / case / "run"
     record = json.loads((pair / "run.json").read_text())
     assert (record["processes"], record["engine"]) == (2, engine)
-    one = alone(name, topology)
+    one = alone(case)
     rows, expected = (read_metrics(folder / "metrics.jsonl") for folder in (pair, one))
     assert len(rows) == 6
     for row, other in zip(rows, expected, strict=True):

@@ -13,7 +13,9 @@ import pytest
 from safetensors.torch import load_file
 from tiny_dates import TINY
 
+from triptych.training.recipe import load_recipe
 from triptych.training.reporting import read_metrics
+from triptych.training.run import train
 
 WORKER = Path(__file__).with_name("resume_worker.py")
 # Five batches an epoch on one process; checkpoints after updates 4, 8 (the best so far), 5, 10 (regular) and 12.
@@ -138,6 +140,20 @@ def test_dynamic_masks_go_on_exactly(tmp_path):
     }
     sittings = run_worker(tmp_path, runs)
     assert_continued(sittings["killed"], [WHOLE | KILL], [6])
+    assert_same_run(tmp_path / "killed", tmp_path / "uninterrupted")
+
+
+def test_a_student_goes_on_exactly(tmp_path):
+    """Its learnt projections are lost, or its teacher draws random numbers."""
+    teacher = train(load_recipe("dates", [*TINY, "max_steps=1", f"output={tmp_path / 'teacher'}"])).folder
+    signals = [f"distillation.{name}.weight=1" for name in ("outputs", "hidden_states")]
+    run = {"changes": [*SETTINGS, f"distillation.teacher={teacher}", "model.hidden_size=16", *signals]}
+    runs = {
+        "uninterrupted": run | {"sittings": [WHOLE]},
+        "killed": run | {"sittings": [WHOLE | KILL | {"before": 10}, WHOLE]},
+    }
+    sittings = run_worker(tmp_path, runs)
+    assert_continued(sittings["killed"], [WHOLE | KILL], [8])
     assert_same_run(tmp_path / "killed", tmp_path / "uninterrupted")
 
 

@@ -1,0 +1,69 @@
+"""Sequence-level distillation (Kim & Rush 2016, arXiv 1606.07947, section 3.2): a student's targets are what its
+teacher writes for the training sources, with the beams of its generation config.
+
+Only texts pass from one to the other, so their tokenizers may differ.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from accelerate import PartialState
+from datasets import Dataset
+from rich.console import Console
+from rich.progress import track
+
+from triptych.training.errors import UserError, as_user_error
+from triptych.training.evaluation import generate_texts, load_model
+
+BLOCK = 512  # sources that are answered at a time, and what a kill can cost
+
+
+def teach_targets(examples: Dataset, teacher: str, file: Path) -> Dataset:
+    """Return `examples` of `source` and `target` with the teacher's answers as targets.
+
+    They are read from `file`, a JSON line each. What is missing there is written first, from where an earlier sitting
+    was interrupted, by the main process, for which the others wait.
+
+    Raises:
+        UserError: the file is of other sources, or cannot be read or written; or there is no such teacher.
+    """
+    sources = list(examples["source"])
+    with PartialState().main_process_first(), as_user_error(f"recipe key 'distillation.sequences': '{file}'"):
+        targets = read_answers(file, sources) if file.exists() else []
+        if len(targets) < len(sources):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            targets += write_answers(file, sources[len(targets) :], teacher)
+    return examples.remove_columns("target").add_column("target", targets)
+
+
+def read_answers(file: Path, sources: list[str]) -> list[str]:
+    """Return the answers in `file`, to the first of `sources`; a line that was cut short is cut off."""
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        os.truncate(file, len(whole))
+    rows = [json.loads(line) for line in whole.decode().splitlines()]
+    for number, row in enumerate(rows):
+        if sources[number : number + 1] != [row["source"]]:
+            raise UserError(
+                f"recipe key 'distillation.sequences': line {number + 1} of '{file}' answers {row['source']!r}, which "
+                "is not the training data's: choose another file"
+            )
+    return [row["target"] for row in rows]
+
+
+def write_answers(file: Path, sources: list[str], teacher: str) -> list[str]:
+    """Append the teacher's answers to `sources` to `file`, and return them."""
+    model, tokenizer = load_model(teacher)
+    targets: list[str] = []
+    starts = range(0, len(sources), BLOCK)
+    with file.open("a", encoding="utf-8") as lines:
+        for start in track(starts, "the teacher writes", console=Console(stderr=True)):
+            asked = sources[start : start + BLOCK]
+            answers = generate_texts(model, tokenizer, asked)
+            for source, target in zip(asked, answers, strict=True):
+                lines.write(json.dumps({"source": source, "target": target}, ensure_ascii=False) + "\n")
+            lines.flush()
+            targets += answers
+    return targets
