@@ -7,7 +7,7 @@ The blocks of a page are taken in their order, in an empty folder:
 | any but `python`, behind a line that ends in "`NAME`:" | it is the file of that name |
 | `python` | it runs, all of a page in one namespace |
 | `bash`, or without a language | each command is parsed; what the package has to do for it is done with tiny models |
-| `yaml` | it is read as a recipe |
+| `yaml` | it is read as a recipe, or as sections of one |
 | `math`, or `text`, as of an output | nothing |
 
 Trainings of recipes that a page brings along make two updates. Those of shipped recipes and behind launchers are read
@@ -113,7 +113,8 @@ def run_block(language, code, before, page, line, namespace):
             run_line(command)
     elif language == "yaml":
         Path("block.yaml").write_text(code, encoding="utf-8")
-        read_only("block.yaml")
+        data = [f"data.splits.{split}=none.tsv" for split in ("train", "validation")]
+        read_only("block.yaml", data if "data:" not in code else [])
     else:
         assert language in ("math", "text"), f"{page}, line {line}: no test knows a block of '{language}'"
 
