@@ -31,6 +31,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, load_datase
 from datasets.exceptions import DatasetGenerationError
 
 from triptych.training.dates import generate_dates
+from triptych.training.digits import SPOKEN_DIGITS, load_spoken, load_written
 from triptych.training.errors import UserError, unknown_name
 from triptych.training.recall import generate_recall
 from triptych.training.recipe import DataRecipe, SourceRecipe
@@ -70,6 +71,10 @@ def load_split(
         return generate_dates(split, recipe.dates[split], seed)
     if recipe.recall.sizes:
         return generate_recall(split, recipe.recall, seed)
+    if recipe.digits:
+        return load_written(recipe.digits[split])
+    if recipe.spoken_digits:
+        return load_spoken(find_file(SPOKEN_DIGITS), recipe.spoken_digits[split])
     return load_files(known[split], columns, optional, recipe)
 
 

@@ -25,14 +25,16 @@ class Encoder:
         pack: fill rows of running text with whole documents.
         parts: what the collator wants to know of running text: `word_ids` or `sentence_ids`.
         labels: names of the classes, in the order of their numbers.
+        processor: what prepares images or recordings.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     topology: str
     max_length: int | None = None
     pack: bool = False
     parts: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    processor: Any = None
 
     def __call__(self, *texts: list[str], **options: Any):
         return self.tokenizer(*texts, truncation=self.max_length is not None, max_length=self.max_length, **options)

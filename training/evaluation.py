@@ -33,6 +33,7 @@ METRICS = {
     "token_classification": ["accuracy"],
     "question_answering": ["span_f1"],
     "multiple_choice": ["accuracy"],
+    **dict.fromkeys(("image_classification", "audio_classification"), ["accuracy", "f1", "matthews"]),
 }
 
 
@@ -79,7 +80,7 @@ def generate_texts(
 
 def evaluate_examples(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     examples: Dataset,
     recipe: Recipe,
     batch_size: int = 64,
@@ -122,7 +123,7 @@ def score_rows(model: PreTrainedModel, task: Task, rows: Any, collator: Callable
         given = (batch["labels"] != IGNORE) | (batch["labels"].ndim == 1)
         predictions += chosen[given].tolist()
         references += batch["labels"][given].tolist()
-    options = {"average": "macro"} if task.name == "sequence_classification" else {}
+    options = {"average": "macro"} if "f1" in METRICS[task.name] else {}
     return compute(METRICS[task.name], predictions, references, **options)
 
 
@@ -195,8 +196,8 @@ def examples_to_score(
     return {name: load_split(recipe.data, name, *columns, recipe.seed) for name in names}, recipe
 
 
-def load_model(name: str, head: type | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer from a folder or the Hub, onto the device of this process.
+def load_model(name: str, head: type | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a model and its tokenizer, if it reads texts, from a folder or the Hub, onto the device of this process.
 
     Args:
         head: the Auto class; by default the one that writes: an encoder-decoder or a decoder.
@@ -205,9 +206,10 @@ def load_model(name: str, head: type | None = None) -> tuple[PreTrainedModel, Pr
         UserError: there is no such model, or it is of another kind.
     """
     with as_user_error(f"model '{name}' cannot be loaded"):
+        config = AutoConfig.from_pretrained(name)
         if head is None:
-            is_pair = AutoConfig.from_pretrained(name).is_encoder_decoder
-            head = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
-        tokenizer = AutoTokenizer.from_pretrained(name)
+            head = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        reads_text = getattr(config, "input_type", "text") == "text"
+        tokenizer = AutoTokenizer.from_pretrained(name) if reads_text else None
         model = head.from_pretrained(name)
     return model.to(PartialState().device), tokenizer

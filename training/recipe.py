@@ -63,7 +63,7 @@ class RecallRecipe:
 
 @dataclass
 class DataRecipe:
-    """Where the examples come from: files (`splits`), or generated dates (`dates`), one of the two.
+    """Where the examples come from: files (`splits`), or one of the sections of data that need none.
 
     Attributes:
         splits: split name to a file, to several (side by side where the objective reads several columns, else one
@@ -84,6 +84,7 @@ class DataRecipe:
             not, see `triptych.training.renaming`.
         dates: split name to number of examples, see `triptych.training.dates`.
         recall: another generated task, see `triptych.training.recall`.
+        digits, spoken_digits: split name to a share, or to a range of numbers, see `triptych.training.digits`.
     """
 
     splits: dict[str, str | list[str] | list[SourceRecipe]] = field(default_factory=dict)
@@ -102,10 +103,12 @@ class DataRecipe:
     keep_beside: list[str] = field(default_factory=list)
     dates: dict[str, int] = field(default_factory=dict)
     recall: RecallRecipe = field(default_factory=RecallRecipe)
+    digits: dict[str, list[float]] = field(default_factory=dict)
+    spoken_digits: dict[str, list[int]] = field(default_factory=dict)
 
     def named_splits(self) -> dict[str, Any]:
-        """Return what each split is: so many generated examples, or files."""
-        return self.dates or self.recall.sizes or self.splits
+        """Return what each split is: so many generated examples, a part of them, or files."""
+        return self.dates or self.recall.sizes or self.digits or self.spoken_digits or self.splits
 
 
 @dataclass
@@ -163,6 +166,8 @@ class Recipe:
         attention_transfer: a trained model's folder; layers that are linear attention instead of its softmax learn to
             give its outputs, see `triptych.training.attention_transfer`.
         low_rank: trains few directions of each weight.
+        processor: fields of what prepares images (transformers' `ViTImageProcessor`) or recordings
+            (`WhisperFeatureExtractor`), where the model reads such; its sizes are the model's.
         output: the run's folder, `runs/NAME` when null; `overwrite` replaces one that is there.
         max_steps: optimiser updates.
         max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
@@ -189,6 +194,7 @@ class Recipe:
     data: DataRecipe = field(default_factory=DataRecipe)
     tokenizer: TokenizerRecipe = field(default_factory=TokenizerRecipe)
     model: dict[str, Any] = field(default_factory=dict)
+    processor: dict[str, Any] = field(default_factory=dict)
     generation: GenerationRecipe = field(default_factory=GenerationRecipe)
     bleu: BleuRecipe = field(default_factory=BleuRecipe)
     attention_transfer: str | None = None
@@ -375,6 +381,7 @@ def _check_ranges(recipe: Recipe) -> None:
 
 def _check_data(data: DataRecipe) -> None:
     given = {"splits": data.splits, "dates": data.dates, "recall.sizes": data.recall.sizes}
+    given |= {"digits": data.digits, "spoken_digits": data.spoken_digits}
     sections = [name for name, splits in given.items() if splits]
     _require(len(sections) == 1, "data", f"given by exactly one of {', '.join(given)}", sections)
     names = list(data.named_splits())

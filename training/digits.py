@@ -1,0 +1,58 @@
+"""Digits as people write and as they speak them.
+
+| section | an example is | of |
+|---|---|---|
+| `digits` | an `image` of 8 x 8 pixels with its `label` | 1,797 of scikit-learn (Alpaydin & Kaynak 1998) |
+| `spoken_digits` | an `audio` of 8,000 samples a second with its `label` | 3,000 of the Free Spoken Digit Dataset |
+
+Images are shuffled once and for all, and a split is a share of them: the last fifth is the customary test. Recordings
+have a number from 0 to 49 for each speaker and digit, and a split is a range of these: 0 to 4 are the official test.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+
+from triptych.training.errors import UserError
+
+SPOKEN_DIGITS = "$TRIPTYCH_DATA/fsdd/fsdd_8khz_int16.npz"
+
+
+def load_written(share: list[float]) -> Dataset:
+    """Return the images from one share to another, such as [0.8, 1], with grey levels from 0 to 255.
+
+    Raises:
+        UserError: impossible shares.
+    """
+    from sklearn.datasets import load_digits  # takes a second
+
+    if len(share) != 2 or not 0 <= share[0] < share[1] <= 1:
+        raise UserError(f"a split of recipe key 'data.digits' must be two shares, such as [0, 0.8], not {share}")
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.images))
+    start, end = (round(part * len(order)) for part in share)
+    chosen = order[start:end]
+    images = (digits.images[chosen] * (255 / 16)).round().astype(np.uint8)
+    return Dataset.from_dict({"image": list(images), "label": [str(label) for label in digits.target[chosen]]})
+
+
+def load_spoken(path: Path, numbers: list[int]) -> Dataset:
+    """Return the recordings with the numbers from one to another, such as [0, 4], of all speakers and digits.
+
+    Args:
+        path: of the archive: `audio`, all samples; `offsets`, where each recording begins, and the end; and the
+            `digit` and the number, `index`, of each.
+
+    Raises:
+        UserError: impossible numbers.
+    """
+    if len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
+        raise UserError(
+            f"a split of recipe key 'data.spoken_digits' must be two numbers, such as [0, 4], not {numbers}"
+        )
+    with np.load(path) as archive:
+        audio, offsets, digit, index = (archive[name] for name in ("audio", "offsets", "digit", "index"))
+    chosen = np.flatnonzero((index >= numbers[0]) & (index <= numbers[1]))
+    samples = [audio[offsets[number] : offsets[number + 1]] for number in chosen]
+    return Dataset.from_dict({"audio": samples, "label": [str(label) for label in digit[chosen]]})
