@@ -33,7 +33,8 @@ METRICS = {
     "token_classification": ["accuracy"],
     "question_answering": ["span_f1"],
     "multiple_choice": ["accuracy"],
-    **dict.fromkeys(("image_classification", "audio_classification"), ["accuracy", "f1", "matthews"]),
+    "image_classification": ["accuracy", "f1", "matthews"],
+    "audio_classification": ["accuracy", "f1", "matthews"],
 }
 
 

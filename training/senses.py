@@ -1,7 +1,7 @@
 """Images and recordings as model inputs, prepared by transformers' processors, which are saved beside the model.
 
-An image is the path of a file, or rows of pixels from 0 to 255. A recording is the path of a WAV file of 16 bits and one
-channel, or its samples from -32,768 to 32,767.
+An image is the path of a file, or rows of pixels from 0 to 255. A recording is the path of a WAV file of 16 bits and
+one channel, or its samples from -32,768 to 32,767.
 
 Shapes: B batch, C channels, H height, W width, M mel bins, F frames.
 """
