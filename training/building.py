@@ -77,6 +77,8 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
         recipe.tokenizer.path = recipe.tokenizer.path or start
     first = _read(recipe, task, "train")
     sense, tokenizer, processor = task.objective.sense, None, None
+    if recipe.processor and not sense:
+        raise UserError(f"recipe key 'processor' must be empty, as {task.name} reads texts")
     if sense:
         processor = build_processor(recipe, sense)
     else:

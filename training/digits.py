@@ -1,12 +1,14 @@
-"""Digits as people write and as they speak them.
+"""Digits as people write and as they speak them, and as they move.
 
 | section | an example is | of |
 |---|---|---|
 | `digits` | an `image` of 8 x 8 pixels with its `label` | 1,797 of scikit-learn (Alpaydin & Kaynak 1998) |
+| `moving_digits` | a `video` of 8 frames of 16 x 16 pixels; its `label` is digit and direction | the images |
 | `spoken_digits` | an `audio` of 8,000 samples a second with its `label` | 3,000 of the Free Spoken Digit Dataset |
 
-Images are shuffled once and for all, and a split is a share of them: the last fifth is the customary test. Recordings
-have a number from 0 to 49 for each speaker and digit, and a split is a range of these: 0 to 4 are the official test.
+Images are shuffled once and for all, and a split is a share of them: the last fifth is the customary test. Videos are
+generated, so many for each split, from the images of that split. Recordings have a number from 0 to 49 for each speaker
+and digit, and a split is a range of these: 0 to 4 are the official test.
 """
 
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset
 
-from triptych.training.errors import UserError
+from triptych.training.errors import UserError, unknown_name
 
 SPOKEN_DIGITS = "$TRIPTYCH_DATA/fsdd/fsdd_8khz_int16.npz"
 
@@ -35,6 +37,37 @@ def load_written(share: list[float]) -> Dataset:
     chosen = order[start:end]
     images = (digits.images[chosen] * (255 / 16)).round().astype(np.uint8)
     return Dataset.from_dict({"image": list(images), "label": [str(label) for label in digits.target[chosen]]})
+
+
+# Shares of the images that move, and pixels a frame downwards and to the right.
+MOVING_SHARES = {"train": [0, 0.72], "validation": [0.72, 0.8], "test": [0.8, 1]}
+DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+FRAMES, SIDE = 8, 16
+
+
+def generate_moving(split: str, size: int, seed: int) -> Dataset:
+    """Return `size` videos of a digit that moves by a pixel a frame, such as "3 left", in front of black.
+
+    Raises:
+        UserError: an unknown split.
+    """
+    if split not in MOVING_SHARES:
+        raise unknown_name("split of moving digits", split, MOVING_SHARES)
+    images = load_written(MOVING_SHARES[split])
+    pixels = np.array(images["image"], np.uint8)
+    draw = np.random.default_rng([seed, *split.encode()])
+    videos, labels = [], []
+    for number in draw.integers(len(images), size=size):
+        name, step = list(DIRECTIONS.items())[draw.integers(len(DIRECTIONS))]
+        video = np.zeros((FRAMES, SIDE, SIDE), np.uint8)
+        room = SIDE - len(pixels[number]) - (FRAMES - 1) * np.abs(step)  # what the way leaves, on each axis
+        start = draw.integers(room + 1) - np.minimum(step, 0) * (FRAMES - 1)
+        for time in range(FRAMES):
+            top, left = start + time * np.array(step)
+            video[time, top : top + len(pixels[number]), left : left + len(pixels[number])] = pixels[number]
+        videos.append(video)
+        labels.append(f"{images['label'][int(number)]} {name}")
+    return Dataset.from_dict({"video": videos, "label": labels})
 
 
 def load_spoken(path: Path, numbers: list[int]) -> Dataset:

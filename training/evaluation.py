@@ -34,6 +34,7 @@ METRICS = {
     "question_answering": ["span_f1"],
     "multiple_choice": ["accuracy"],
     "image_classification": ["accuracy", "f1", "matthews"],
+    "video_classification": ["accuracy", "f1", "matthews"],
     "audio_classification": ["accuracy", "f1", "matthews"],
 }
 

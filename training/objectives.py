@@ -14,6 +14,7 @@
 | `question_answering` | question, context, answer, answer_start | Rajpurkar et al. 2016, arXiv 1606.05250 |
 | `multiple_choice` | text, choices, label | |
 | `image_classification` | image, label | Dosovitskiy et al. 2021, arXiv 2010.11929 |
+| `video_classification` | video, label | Arnab et al. 2021, arXiv 2103.15691 |
 | `audio_classification` | audio, label | Radford et al. 2023, arXiv 2212.04356 |
 """
 
@@ -37,6 +38,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoModelForVideoClassification,
     PreTrainedTokenizerBase,
 )
 
@@ -76,6 +78,7 @@ from triptych.training.senses import (
     build_processor,
     encode_images,
     encode_recordings,
+    encode_videos,
     input_size,
     processor_digest,
 )
@@ -164,6 +167,13 @@ OBJECTIVES = {
         ("image", "label"),
         encode_images,
         sense="image",
+    ),
+    "video_classification": Objective(
+        {"encoder": AutoModelForVideoClassification},
+        SenseClassificationCollator,
+        ("video", "label"),
+        encode_videos,
+        sense="video",
     ),
     "audio_classification": Objective(
         {"encoder": AutoModelForAudioClassification},

@@ -84,7 +84,8 @@ class DataRecipe:
             not, see `triptych.training.renaming`.
         dates: split name to number of examples, see `triptych.training.dates`.
         recall: another generated task, see `triptych.training.recall`.
-        digits, spoken_digits: split name to a share, or to a range of numbers, see `triptych.training.digits`.
+        digits, moving_digits, spoken_digits: split name to a share, a number of videos or a range of recordings, see
+            `triptych.training.digits`.
     """
 
     splits: dict[str, str | list[str] | list[SourceRecipe]] = field(default_factory=dict)
@@ -104,11 +105,13 @@ class DataRecipe:
     dates: dict[str, int] = field(default_factory=dict)
     recall: RecallRecipe = field(default_factory=RecallRecipe)
     digits: dict[str, list[float]] = field(default_factory=dict)
+    moving_digits: dict[str, int] = field(default_factory=dict)
     spoken_digits: dict[str, list[int]] = field(default_factory=dict)
 
     def named_splits(self) -> dict[str, Any]:
         """Return what each split is: so many generated examples, a part of them, or files."""
-        return self.dates or self.recall.sizes or self.digits or self.spoken_digits or self.splits
+        made = self.dates or self.recall.sizes or self.digits or self.moving_digits or self.spoken_digits
+        return made or self.splits
 
 
 @dataclass
@@ -166,8 +169,8 @@ class Recipe:
         attention_transfer: a trained model's folder; layers that are linear attention instead of its softmax learn to
             give its outputs, see `triptych.training.attention_transfer`.
         low_rank: trains few directions of each weight.
-        processor: fields of what prepares images (transformers' `ViTImageProcessor`) or recordings
-            (`WhisperFeatureExtractor`), where the model reads such; its sizes are the model's.
+        processor: fields of what prepares images (transformers' `ViTImageProcessor`), videos
+            (`VideoMAEImageProcessor`) or recordings (`WhisperFeatureExtractor`); its sizes are the model's.
         output: the run's folder, `runs/NAME` when null; `overwrite` replaces one that is there.
         max_steps: optimiser updates.
         max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
@@ -359,6 +362,7 @@ def _check_ranges(recipe: Recipe) -> None:
     counts |= {f"generation.{key}": getattr(recipe.generation, key) for key in ("num_beams", "max_new_tokens")}
     counts |= {f"data.dates.{key}": value for key, value in recipe.data.dates.items()}
     counts |= {f"data.recall.sizes.{key}": value for key, value in recipe.data.recall.sizes.items()}
+    counts |= {f"data.moving_digits.{key}": value for key, value in recipe.data.moving_digits.items()}
     counts["tokenizer.vocab_size"] = recipe.tokenizer.vocab_size
     counts |= {f"data.{key}": getattr(recipe.data, key) for key in ("max_length", "num_proc", "window")}
     for key, value in counts.items():
@@ -381,7 +385,7 @@ def _check_ranges(recipe: Recipe) -> None:
 
 def _check_data(data: DataRecipe) -> None:
     given = {"splits": data.splits, "dates": data.dates, "recall.sizes": data.recall.sizes}
-    given |= {"digits": data.digits, "spoken_digits": data.spoken_digits}
+    given |= {name: getattr(data, name) for name in ("digits", "moving_digits", "spoken_digits")}
     sections = [name for name, splits in given.items() if splits]
     _require(len(sections) == 1, "data", f"given by exactly one of {', '.join(given)}", sections)
     names = list(data.named_splits())

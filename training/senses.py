@@ -1,7 +1,7 @@
-"""Images and recordings as model inputs, prepared by transformers' processors, which are saved beside the model.
+"""Images, videos and recordings as model inputs. transformers' processors prepare them and are saved beside the model.
 
-An image is the path of a file, or rows of pixels from 0 to 255. A recording is the path of a WAV file of 16 bits and
-one channel, or its samples from -32,768 to 32,767.
+An image is the path of a file, or rows of pixels from 0 to 255; a video is a list of such. A recording is the path of a
+WAV file of 16 bits and one channel, or its samples from -32,768 to 32,767.
 
 Shapes: B batch, C channels, H height, W width, M mel bins, F frames.
 """
@@ -15,7 +15,13 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
-from transformers import AutoFeatureExtractor, AutoImageProcessor, ViTImageProcessorPil, WhisperFeatureExtractor
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    VideoMAEImageProcessorPil,
+    ViTImageProcessorPil,
+    WhisperFeatureExtractor,
+)
 
 from triptych.training.data import find_file
 from triptych.training.encoding import Columns, Encoder
@@ -23,10 +29,11 @@ from triptych.training.errors import UserError, as_user_error, unknown_name
 from triptych.training.padding import Batch, tensors
 from triptych.training.recipe import Recipe
 
-Processor = ViTImageProcessorPil | WhisperFeatureExtractor
+Processor = ViTImageProcessorPil | VideoMAEImageProcessorPil | WhisperFeatureExtractor
 # What prepares an input, and how it is loaded beside a model.
 PROCESSORS = {
     "image": (ViTImageProcessorPil, AutoImageProcessor),
+    "video": (VideoMAEImageProcessorPil, AutoImageProcessor),
     "audio": (WhisperFeatureExtractor, AutoFeatureExtractor),
 }
 MODEL_INPUTS = ("pixel_values", "input_features")
@@ -42,14 +49,14 @@ def build_processor(recipe: Recipe, sense: str) -> Processor:
     if path := recipe.model.get("path"):
         with as_user_error(f"the processor of '{path}' cannot be loaded"):
             return auto_class.from_pretrained(path)
-    if sense == "image":
+    if sense == "audio":
+        known = set(inspect.signature(processor_class).parameters)
+        fields = {"feature_size": recipe.model.get("num_mel_bins", 80)}
+    else:
         known = set(processor_class.valid_kwargs.__annotations__)
         size = recipe.model.get("image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
-        fields = {"size": {"height": height, "width": width}}
-    else:
-        known = set(inspect.signature(processor_class).parameters)
-        fields = {"feature_size": recipe.model.get("num_mel_bins", 80)}
+        fields = {"size": {"height": height, "width": width}, "do_center_crop": False}
     for name in recipe.processor:
         if name not in known:
             raise unknown_name("recipe key", f"processor.{name}", [f"processor.{field}" for field in known])
@@ -131,6 +138,15 @@ def encode_images(examples: Columns, encoder: Encoder) -> Columns:
     return {"pixel_values": list(values), "labels": [encoder.number(label) for label in examples["label"]]}
 
 
+def encode_videos(examples: Columns, encoder: Encoder) -> Columns:
+    """Turn `video` into `pixel_values` [frames, C, H, W], and `label` into its class's number."""
+    videos = [
+        [read_image(source, number) for source in frames] for number, frames in enumerate(examples["video"], start=1)
+    ]
+    values = encoder.processor(videos, return_tensors="np")["pixel_values"]
+    return {"pixel_values": list(values), "labels": [encoder.number(label) for label in examples["label"]]}
+
+
 def encode_recordings(examples: Columns, encoder: Encoder) -> Columns:
     """Turn `audio` into `input_features` [M, F], and `label` into its class's number.
 
@@ -143,20 +159,21 @@ def encode_recordings(examples: Columns, encoder: Encoder) -> Columns:
 
 
 def input_size(values: Any) -> int:
-    """Return what an input counts for, as a text does by its tokens: pixels of an image, frames of a recording.
+    """Return what an input counts for, as a text does by its tokens: pixels of all frames, or frames of a recording.
 
     Args:
-        values: [..., H, W] with three axes of its own, or [..., M, F] with two.
+        values: [C, H, W] of an image, [frames, C, H, W] of a video, [M, F] of a recording.
     """
-    return int(np.prod(values.shape[-2:])) if values.ndim > 2 else values.shape[-1]
+    is_recording = values.ndim == 2
+    return values.shape[-1] if is_recording else int(np.prod(values.shape)) // values.shape[-3]
 
 
 @dataclass
 class SenseClassificationCollator:
-    """Images or recordings of one size, with a class each."""
+    """Images, videos or recordings of one size, with a class each."""
 
     def __call__(self, features: list[dict]) -> Batch:
-        """Return `pixel_values` [B, C, H, W] or `input_features` [B, M, F], and `labels` [B]."""
+        """Return `pixel_values` [B, C, H, W] or [B, frames, C, H, W], or `input_features` [B, M, F]; `labels` [B]."""
         name = next(name for name in MODEL_INPUTS if name in features[0])
         values = np.stack([np.asarray(feature[name], np.float32) for feature in features])
         return tensors({name: values, "labels": np.array([feature["labels"] for feature in features], np.int64)})

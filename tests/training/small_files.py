@@ -21,11 +21,13 @@ SPECIAL_FILES = {
     "question_answering": "spans.jsonl",
     "multiple_choice": "choices.jsonl",
     "image_classification": "images.jsonl",
+    "video_classification": "videos.jsonl",
     "audio_classification": "recordings.jsonl",
 }
 # What a recipe says beside, where the model reads no text.
 SENSES = {
     "image_classification": "model: {image_size: 8, patch_size: 4, ",
+    "video_classification": "model: {image_size: 8, patch_size: 4, num_frames: 4, tubelet_size: 2, ",
     "audio_classification": (
         "processor: {sampling_rate: 8000, hop_length: 80, n_fft: 256, chunk_length: 1}\nmodel: {num_mel_bins: 8, "
     ),
@@ -75,6 +77,9 @@ def write_senses(folder: Path, draw: random.Random) -> None:
         images.append(json.dumps({"image": str(folder / f"{number}.png"), "label": label}))
         write_wav(folder / f"{number}.wav", draw.randbytes(2 * draw.randint(500, 1500)))
         recordings.append(json.dumps({"audio": str(folder / f"{number}.wav"), "label": label}))
+    paths = [str(folder / f"{number}.png") for number in range(ROWS)]
+    videos = [json.dumps({"video": draw.sample(paths, 4), "label": draw.choice(["yes", "no"])}) for _ in range(ROWS)]
+    (folder / "videos.jsonl").write_text("\n".join(videos))
     (folder / "images.jsonl").write_text("\n".join(images))
     (folder / "recordings.jsonl").write_text("\n".join(recordings))
 

@@ -27,6 +27,7 @@ MEASURES = {
     "question_answering": {"span_f1", "span_exact_match"},
     "multiple_choice": {"accuracy"},
     "image_classification": {"accuracy", "f1", "matthews"},
+    "video_classification": {"accuracy", "f1", "matthews"},
     "audio_classification": {"accuracy", "f1", "matthews"},
     "causal_lm": {"perplexity", "bits_per_byte"},
 }

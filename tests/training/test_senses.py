@@ -1,5 +1,7 @@
 """Images and recordings: read from files and arrays, prepared as transformers' pipelines do, refused in a sentence."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import ViTImageProcessorPil, WhisperFeatureExtractor, pipeline
 
 from triptych.training.building import build_parts
 from triptych.training.data import load_split
+from triptych.training.digits import DIRECTIONS, load_written
 from triptych.training.errors import UserError
 from triptych.training.recipe import DataRecipe, Recipe, load_recipe
 from triptych.training.senses import build_processor, read_image, read_recording
@@ -109,9 +112,12 @@ def test_a_later_training_starts_with_the_processor_of_the_first(folder, tmp_pat
         build_processor(Recipe(model={"path": "nowhere"}), "image")
 
 
-def test_token_dropout_is_of_texts(folder, tmp_path):
+def test_what_is_of_texts_and_what_is_not(folder, tmp_path):
     recipe = make_recipe(folder, tmp_path, "image_classification", "encoder", "data.token_dropout=0.1")
     with pytest.raises(UserError, match=r"'data\.token_dropout' must be 0, as image_classification has not one text"):
+        build_parts(recipe, processes=1)
+    recipe = make_recipe(folder, tmp_path, "masked_lm", "encoder", "processor.n_fft=8")
+    with pytest.raises(UserError, match="'processor' must be empty, as masked_lm reads texts"):
         build_parts(recipe, processes=1)
 
 
@@ -129,6 +135,26 @@ def test_written_digits_are_split_once_and_for_all():
     assert len(seen) == 1797 and set(seen) == known
     with pytest.raises(UserError, match=r"'data\.digits' must be two shares, such as \[0, 0\.8\], not \[0\.5, 0\.2\]"):
         load_split(DataRecipe(digits={"train": [0.5, 0.2]}), "train", ("image", "label"))
+
+
+def test_moving_digits_move_by_a_pixel_a_frame():
+    recipe = DataRecipe(moving_digits={"train": 60, "test": 3})
+    videos = load_split(recipe, "train", ("video", "label"), seed=2)
+    assert videos.to_dict() == load_split(recipe, "train", ("video", "label"), seed=2).to_dict()
+    assert len(videos) == 60 and len(set(videos["label"])) > 20
+    known = {np.array(row["image"]).tobytes(): row["label"] for row in load_written([0, 0.72])}
+    for row in videos:
+        digit, direction = row["label"].split()
+        frames = np.array(row["video"])
+        assert frames.shape == (8, 16, 16)
+        for before, after in pairwise(frames):
+            assert np.array_equal(np.roll(before, DIRECTIONS[direction], (0, 1)), after)
+        corners = [(row, column) for row in range(9) for column in range(9)]
+        seen = [known.get(frames[0, row : row + 8, column : column + 8].tobytes()) for row, column in corners]
+        assert digit in seen
+        assert frames[0].sum() == frames[-1].sum()  # it is never cut off
+    with pytest.raises(UserError, match="split of moving digits 'tests' is unknown: did you mean 'test'"):
+        load_split(DataRecipe(moving_digits={"tests": 3}), "tests", ("video", "label"))
 
 
 def test_spoken_digits_are_split_by_their_numbers(tmp_path, monkeypatch):
