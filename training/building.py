@@ -81,7 +81,7 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
         raise UserError(f"recipe key 'processor' must be empty, as {task.name} reads texts")
     if sense:
         processor = build_processor(recipe, sense)
-    else:
+    if task.has_texts:
         tokenizer = build_tokenizer(recipe.tokenizer, _texts(first, task), task.topology, task.extra_tokens)
     labels = label_names(task, first)
     model = build_model(recipe, task, tokenizer, labels)
@@ -220,9 +220,13 @@ def build_model(
         UserError: an unknown preset or field, or a value that the configuration refuses.
     """
     sense = task.objective.sense
-    changes = {"input_type": sense} if sense else text_fields(tokenizer, task.topology)
+    changes = text_fields(tokenizer, task.topology) if task.has_texts else {}
+    if sense and task.topology == "encoder":
+        changes["input_type"] = sense
     given = {name: value for name, value in recipe.model.items() if name not in NOT_FIELDS}
     _check_model_fields(given, task.topology)
+    if sense and task.topology == "encoder_decoder":
+        given["encoder"] = {"input_type": sense, **given.get("encoder", {})}
     heads = {"num_labels": 1, "problem_type": "regression"} if task.name == "regression" else {}
     if labels:
         heads = {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}

@@ -5,10 +5,11 @@
 | `digits` | an `image` of 8 x 8 pixels with its `label` | 1,797 of scikit-learn (Alpaydin & Kaynak 1998) |
 | `moving_digits` | a `video` of 8 frames of 16 x 16 pixels; its `label` is digit and direction | the images |
 | `spoken_digits` | an `audio` of 8,000 samples a second with its `label` | 3,000 of the Free Spoken Digit Dataset |
+| `spoken_sequences` | an `audio` of 2 to 4 digits, one after the other, with its `target` | these |
 
 Images are shuffled once and for all, and a split is a share of them: the last fifth is the customary test. Videos are
 generated, so many for each split, from the images of that split. Recordings have a number from 0 to 49 for each speaker
-and digit, and a split is a range of these: 0 to 4 are the official test.
+and digit, and a split is a range of these: 0 to 4 are the official test. Sequences are generated as videos are.
 """
 
 from pathlib import Path
@@ -89,3 +90,28 @@ def load_spoken(path: Path, numbers: list[int]) -> Dataset:
     chosen = np.flatnonzero((index >= numbers[0]) & (index <= numbers[1]))
     samples = [audio[offsets[number] : offsets[number + 1]] for number in chosen]
     return Dataset.from_dict({"audio": samples, "label": [str(label) for label in digit[chosen]]})
+
+
+# Numbers of the recordings that are joined, and the samples of the longest of them.
+SEQUENCE_NUMBERS = {"train": [10, 49], "validation": [5, 9], "test": [0, 4]}
+LONGEST = 8000
+
+
+def generate_sequences(path: Path, split: str, size: int, seed: int) -> Dataset:
+    """Return `size` recordings of 2 to 4 digits, with a target such as "3 1 4".
+
+    Raises:
+        UserError: an unknown split.
+    """
+    if split not in SEQUENCE_NUMBERS:
+        raise unknown_name("split of spoken sequences", split, SEQUENCE_NUMBERS)
+    spoken = load_spoken(path, SEQUENCE_NUMBERS[split])
+    spoken = [(np.array(row["audio"], np.int16), row["label"]) for row in spoken]
+    spoken = [recording for recording in spoken if len(recording[0]) <= LONGEST]
+    draw = np.random.default_rng([seed, *split.encode()])
+    audio, targets = [], []
+    for count in draw.integers(2, 5, size=size):
+        parts = [spoken[number] for number in draw.integers(len(spoken), size=count)]
+        audio.append(np.concatenate([samples for samples, _ in parts]))
+        targets.append(" ".join(label for _, label in parts))
+    return Dataset.from_dict({"audio": audio, "target": targets})

@@ -22,12 +22,13 @@ from triptych.training.batching import build_loader, count_items
 from triptych.training.data import load_files, load_split
 from triptych.training.errors import UserError, as_user_error
 from triptych.training.metrics import compute
-from triptych.training.objectives import Task, build_examples, encode, has_classes, read_task
+from triptych.training.objectives import WRITING, Task, build_examples, encode, has_classes, read_task
 from triptych.training.recipe import RECIPE_FILE, Recipe, load_recipe
 
 # What is measured of each objective that predicts; the others are language models, measured by their likelihood.
 METRICS = {
     "seq2seq": ["exact_match", "bleu", "chrf", "rouge"],
+    "speech_to_text": ["exact_match", "bleu", "chrf"],
     "sequence_classification": ["accuracy", "f1", "matthews"],
     "regression": ["pearson"],
     "token_classification": ["accuracy"],
@@ -80,6 +81,24 @@ def generate_texts(
     return texts
 
 
+@torch.no_grad()
+def transcribe(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Dataset, recipe: Recipe, **options
+) -> list[str]:
+    """Return the text that `model` writes for each recording of `examples`; `options` are of `model.generate`."""
+    model.eval()
+    task = read_task(recipe)
+    rows = build_examples(task, encode(task, examples, tokenizer, recipe, []), tokenizer, recipe)
+    loader = build_loader(rows, task.collator(tokenizer), recipe.max_tokens, shuffle=False)
+    texts = [""] * len(rows)
+    for indices, batch in zip(loader.batch_sampler.batches, loader, strict=True):
+        inputs = {name: value.to(model.device) for name, value in batch.items() if name != "labels"}
+        written = tokenizer.batch_decode(model.generate(**inputs, **options), skip_special_tokens=True)
+        for index, text in zip(indices, written, strict=True):
+            texts[index] = text
+    return texts
+
+
 def evaluate_examples(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -95,8 +114,12 @@ def evaluate_examples(
         batch_size, **options: of `generate_texts`, where the objective is to write.
     """
     task = read_task(recipe)
-    if task.name == "seq2seq":
-        written = generate_texts(model, tokenizer, examples["source"], batch_size, **options)
+    if task.name in WRITING:
+        written = (
+            generate_texts(model, tokenizer, examples["source"], batch_size, **options)
+            if task.name == "seq2seq"
+            else transcribe(model, tokenizer, examples, recipe, **options)
+        )
         # force: that the text is tokenised already is what `tokenize: none` says.
         scores = compute(METRICS[task.name], written, list(examples["target"]), **vars(recipe.bleu), force=True)
         return {"examples": len(examples), **scores}
@@ -111,7 +134,7 @@ def evaluate_examples(
 
 def score_rows(model: PreTrainedModel, task: Task, rows: Any, collator: Callable, recipe: Recipe) -> dict[str, float]:
     """Return the measures of an objective that labels its input; none of one that writes or models language."""
-    if task.name not in METRICS or task.name == "seq2seq":
+    if task.name not in METRICS or task.name in WRITING:
         return {}
     predictions, references = [], []
     for outputs, batch in _outputs(model, rows, collator, recipe.max_tokens):

@@ -16,6 +16,7 @@
 | `image_classification` | image, label | Dosovitskiy et al. 2021, arXiv 2010.11929 |
 | `video_classification` | video, label | Arnab et al. 2021, arXiv 2103.15691 |
 | `audio_classification` | audio, label | Radford et al. 2023, arXiv 2212.04356 |
+| `speech_to_text` | audio, target | the same |
 """
 
 import hashlib
@@ -37,6 +38,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
     AutoModelForTokenClassification,
     AutoModelForVideoClassification,
     PreTrainedTokenizerBase,
@@ -75,9 +77,11 @@ from triptych.training.permutation import PermutationLMCollator
 from triptych.training.recipe import Recipe, convert_fields
 from triptych.training.senses import (
     SenseClassificationCollator,
+    SpeechToTextCollator,
     build_processor,
     encode_images,
     encode_recordings,
+    encode_transcripts,
     encode_videos,
     input_size,
     processor_digest,
@@ -182,7 +186,15 @@ OBJECTIVES = {
         encode_recordings,
         sense="audio",
     ),
+    "speech_to_text": Objective(
+        {"encoder_decoder": AutoModelForSpeechSeq2Seq},
+        SpeechToTextCollator,
+        ("audio", "target"),
+        encode_transcripts,
+        sense="audio",
+    ),
 }
+WRITING = ("seq2seq", "speech_to_text")  # measured by what they write
 
 
 @dataclass(frozen=True)
@@ -198,6 +210,11 @@ class Task:
     def extra_tokens(self) -> list[str]:
         """Special tokens that the tokenizer needs."""
         return EXTRA_TOKENS.get(self.objective.collator_class(self.topology), [])
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the model reads or writes texts."""
+        return self.objective.sense is None or self.name in WRITING
 
     @property
     def head(self) -> type:
@@ -298,6 +315,8 @@ def build_examples(
 
 def row_lengths(task: Task, rows: Dataset) -> np.ndarray:
     """Return what each row costs in tokens, on each side that the model reads: [sides, rows]."""
+    if task.name == "speech_to_text":
+        return np.stack([np.array(rows["frames"]), *side_lengths(rows)])
     if task.objective.sense:
         values = np.array(rows[0][INPUTS[task.objective.sense][0]])
         return np.full((1, len(rows)), input_size(values))  # one size for all

@@ -84,8 +84,8 @@ class DataRecipe:
             not, see `triptych.training.renaming`.
         dates: split name to number of examples, see `triptych.training.dates`.
         recall: another generated task, see `triptych.training.recall`.
-        digits, moving_digits, spoken_digits: split name to a share, a number of videos or a range of recordings, see
-            `triptych.training.digits`.
+        digits, moving_digits, spoken_digits, spoken_sequences: split name to a share, a number of videos, a range of
+            recordings or a number of sequences, see `triptych.training.digits`.
     """
 
     splits: dict[str, str | list[str] | list[SourceRecipe]] = field(default_factory=dict)
@@ -107,11 +107,12 @@ class DataRecipe:
     digits: dict[str, list[float]] = field(default_factory=dict)
     moving_digits: dict[str, int] = field(default_factory=dict)
     spoken_digits: dict[str, list[int]] = field(default_factory=dict)
+    spoken_sequences: dict[str, int] = field(default_factory=dict)
 
     def named_splits(self) -> dict[str, Any]:
         """Return what each split is: so many generated examples, a part of them, or files."""
-        made = self.dates or self.recall.sizes or self.digits or self.moving_digits or self.spoken_digits
-        return made or self.splits
+        made = self.dates, self.recall.sizes, self.digits, self.moving_digits, self.spoken_digits, self.spoken_sequences
+        return next((splits for splits in made if splits), self.splits)
 
 
 @dataclass
@@ -362,7 +363,8 @@ def _check_ranges(recipe: Recipe) -> None:
     counts |= {f"generation.{key}": getattr(recipe.generation, key) for key in ("num_beams", "max_new_tokens")}
     counts |= {f"data.dates.{key}": value for key, value in recipe.data.dates.items()}
     counts |= {f"data.recall.sizes.{key}": value for key, value in recipe.data.recall.sizes.items()}
-    counts |= {f"data.moving_digits.{key}": value for key, value in recipe.data.moving_digits.items()}
+    for name in ("moving_digits", "spoken_sequences"):
+        counts |= {f"data.{name}.{key}": value for key, value in getattr(recipe.data, name).items()}
     counts["tokenizer.vocab_size"] = recipe.tokenizer.vocab_size
     counts |= {f"data.{key}": getattr(recipe.data, key) for key in ("max_length", "num_proc", "window")}
     for key, value in counts.items():
@@ -385,7 +387,8 @@ def _check_ranges(recipe: Recipe) -> None:
 
 def _check_data(data: DataRecipe) -> None:
     given = {"splits": data.splits, "dates": data.dates, "recall.sizes": data.recall.sizes}
-    given |= {name: getattr(data, name) for name in ("digits", "moving_digits", "spoken_digits")}
+    digits = ("digits", "moving_digits", "spoken_digits", "spoken_sequences")
+    given |= {name: getattr(data, name) for name in digits}
     sections = [name for name, splits in given.items() if splits]
     _require(len(sections) == 1, "data", f"given by exactly one of {', '.join(given)}", sections)
     names = list(data.named_splits())

@@ -9,6 +9,7 @@ Shapes: B batch, C channels, H height, W width, M mel bins, F frames.
 import inspect
 import json
 import wave
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from PIL import Image, UnidentifiedImageError
 from transformers import (
     AutoFeatureExtractor,
     AutoImageProcessor,
+    PreTrainedTokenizerBase,
     VideoMAEImageProcessorPil,
     ViTImageProcessorPil,
     WhisperFeatureExtractor,
 )
 
+from triptych.losses import IGNORE
 from triptych.training.data import find_file
-from triptych.training.encoding import Columns, Encoder
+from triptych.training.encoding import Columns, Encoder, encode_targets
 from triptych.training.errors import UserError, as_user_error, unknown_name
-from triptych.training.padding import Batch, tensors
+from triptych.training.padding import Batch, pad_rows, tensors
 from triptych.training.recipe import Recipe
 
 Processor = ViTImageProcessorPil | VideoMAEImageProcessorPil | WhisperFeatureExtractor
@@ -46,15 +49,16 @@ def build_processor(recipe: Recipe, sense: str) -> Processor:
         UserError: an unknown field, or there is no processor beside the model to start from.
     """
     processor_class, auto_class = PROCESSORS[sense]
+    model = recipe.model.get("encoder") or recipe.model
     if path := recipe.model.get("path"):
         with as_user_error(f"the processor of '{path}' cannot be loaded"):
             return auto_class.from_pretrained(path)
     if sense == "audio":
         known = set(inspect.signature(processor_class).parameters)
-        fields = {"feature_size": recipe.model.get("num_mel_bins", 80)}
+        fields = {"feature_size": model.get("num_mel_bins", 80)}
     else:
         known = set(processor_class.valid_kwargs.__annotations__)
-        size = recipe.model.get("image_size", 224)
+        size = model.get("image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
         fields = {"size": {"height": height, "width": width}, "do_center_crop": False}
     for name in recipe.processor:
@@ -152,10 +156,25 @@ def encode_recordings(examples: Columns, encoder: Encoder) -> Columns:
 
     As in transformers' pipeline, what is missing to the longest recording is silence, and is read as such.
     """
+    values = _features(examples, encoder)["input_features"]
+    return {"input_features": list(values), "labels": [encoder.number(label) for label in examples["label"]]}
+
+
+def encode_transcripts(examples: Columns, encoder: Encoder) -> Columns:
+    """Turn `audio` into `input_features` [M, F] and their number, `frames`, and `target` into `labels`."""
+    encoded = _features(examples, encoder, return_attention_mask=True)
+    frames = encoded["attention_mask"].sum(1).tolist()
+    return {
+        "input_features": [values[:, :count] for values, count in zip(encoded["input_features"], frames, strict=True)],
+        "frames": frames,
+        "labels": encode_targets(examples, encoder),
+    }
+
+
+def _features(examples: Columns, encoder: Encoder, **options: bool) -> Mapping[str, np.ndarray]:
     rate, seconds = encoder.processor.sampling_rate, encoder.processor.chunk_length
     recordings = [read_recording(source, row, rate, seconds) for row, source in enumerate(examples["audio"], start=1)]
-    values = encoder.processor(recordings, sampling_rate=rate, return_tensors="np")["input_features"]
-    return {"input_features": list(values), "labels": [encoder.number(label) for label in examples["label"]]}
+    return encoder.processor(recordings, sampling_rate=rate, return_tensors="np", **options)
 
 
 def input_size(values: Any) -> int:
@@ -177,3 +196,25 @@ class SenseClassificationCollator:
         name = next(name for name in MODEL_INPUTS if name in features[0])
         values = np.stack([np.asarray(feature[name], np.float32) for feature in features])
         return tensors({name: values, "labels": np.array([feature["labels"] for feature in features], np.int64)})
+
+
+@dataclass
+class SpeechToTextCollator:
+    """Recordings of any length for an encoder, and texts for a decoder, which is fed the true text (teacher forcing).
+
+    Args:
+        tokenizer: of the texts.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, features: list[dict]) -> Batch:
+        """Return `input_features` [B, M, F], their `attention_mask` [B, F], and `labels` [B, T]."""
+        values = [np.asarray(feature["input_features"], np.float32) for feature in features]
+        lengths = np.array([recording.shape[1] for recording in values])
+        table = np.zeros((len(values), len(values[0]), lengths.max()), np.float32)
+        for row, recording in zip(table, values, strict=True):
+            row[:, : recording.shape[1]] = recording
+        mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+        labels = pad_rows([feature["labels"] for feature in features], IGNORE)
+        return tensors({"input_features": table, "attention_mask": mask, "labels": labels})

@@ -23,14 +23,15 @@ SPECIAL_FILES = {
     "image_classification": "images.jsonl",
     "video_classification": "videos.jsonl",
     "audio_classification": "recordings.jsonl",
+    "speech_to_text": "recordings.jsonl",
 }
+PROCESSOR = "processor: {sampling_rate: 8000, hop_length: 80, n_fft: 256, chunk_length: 1}\n"
 # What a recipe says beside, where the model reads no text.
 SENSES = {
     "image_classification": "model: {image_size: 8, patch_size: 4, ",
     "video_classification": "model: {image_size: 8, patch_size: 4, num_frames: 4, tubelet_size: 2, ",
-    "audio_classification": (
-        "processor: {sampling_rate: 8000, hop_length: 80, n_fft: 256, chunk_length: 1}\nmodel: {num_mel_bins: 8, "
-    ),
+    "audio_classification": f"{PROCESSOR}model: {{num_mel_bins: 8, ",
+    "speech_to_text": f"{PROCESSOR}model: {{encoder: {{num_mel_bins: 8}}, ",
 }
 EVERY = [(name, topology) for name, objective in OBJECTIVES.items() for topology in objective.heads]
 
@@ -76,7 +77,7 @@ def write_senses(folder: Path, draw: random.Random) -> None:
         picture.save(folder / f"{number}.png")
         images.append(json.dumps({"image": str(folder / f"{number}.png"), "label": label}))
         write_wav(folder / f"{number}.wav", draw.randbytes(2 * draw.randint(500, 1500)))
-        recordings.append(json.dumps({"audio": str(folder / f"{number}.wav"), "label": label}))
+        recordings.append(json.dumps({"audio": str(folder / f"{number}.wav"), "label": label, "target": label}))
     paths = [str(folder / f"{number}.png") for number in range(ROWS)]
     videos = [json.dumps({"video": draw.sample(paths, 4), "label": draw.choice(["yes", "no"])}) for _ in range(ROWS)]
     (folder / "videos.jsonl").write_text("\n".join(videos))

@@ -10,10 +10,12 @@ from sklearn.datasets import load_digits
 from small_files import make_recipe, write_files, write_wav
 from transformers import ViTImageProcessorPil, WhisperFeatureExtractor, pipeline
 
+from triptych.losses import IGNORE
 from triptych.training.building import build_parts
 from triptych.training.data import load_split
-from triptych.training.digits import DIRECTIONS, load_written
+from triptych.training.digits import DIRECTIONS, LONGEST, load_written
 from triptych.training.errors import UserError
+from triptych.training.evaluation import transcribe
 from triptych.training.recipe import DataRecipe, Recipe, load_recipe
 from triptych.training.senses import build_processor, read_image, read_recording
 
@@ -167,6 +169,53 @@ def test_spoken_digits_are_split_by_their_numbers(tmp_path, monkeypatch):
     assert load_split(recipe, "test", ("audio", "label")).to_dict() == {"audio": [[0], [3, 4, 5]], "label": ["7", "9"]}
     with pytest.raises(UserError, match=r"'data\.spoken_digits' must be two numbers, such as \[0, 4\], not \[4\]"):
         load_split(DataRecipe(spoken_digits={"train": [4]}), "train", ("audio", "label"))
+
+
+def test_sequences_are_joined_of_short_recordings_of_their_split(tmp_path, monkeypatch):
+    (tmp_path / "fsdd").mkdir()
+    lengths = np.array([3, 4, 5, LONGEST + 1, 6])
+    arrays = dict(
+        audio=np.arange(lengths.sum()).astype(np.int16), offsets=[0, *lengths.cumsum()], digit=[1, 2, 3, 4, 5],
+        index=[10, 20, 0, 30, 49],
+    )  # fmt: skip
+    np.savez(tmp_path / "fsdd" / "fsdd_8khz_int16.npz", **arrays)
+    monkeypatch.setenv("TRIPTYCH_DATA", str(tmp_path))
+    recipe = DataRecipe(spoken_sequences={"train": 40})
+    sequences = load_split(recipe, "train", ("audio", "target"), seed=3)
+    audio, offsets = arrays["audio"].tolist(), arrays["offsets"]
+    parts = {"1": audio[:3], "2": audio[3:7], "5": audio[offsets[4] :]}  # 3 is for tests, and 4 lasts too long
+    for row in sequences:
+        digits = row["target"].split()
+        assert 2 <= len(digits) <= 4
+        assert row["audio"] == [sample for digit in digits for sample in parts[digit]]
+    assert len({len(row["target"]) for row in sequences}) == 3
+    with pytest.raises(UserError, match="split of spoken sequences 'dev' is unknown"):
+        load_split(DataRecipe(spoken_sequences={"dev": 2}), "dev", ("audio", "target"))
+
+
+def test_a_batch_of_recordings_is_what_the_extractor_makes_of_each(folder, tmp_path, monkeypatch):
+    """Frames, their mask and the order of what is written, for recordings of unequal lengths."""
+    recipe = make_recipe(folder, tmp_path, "speech_to_text", "encoder_decoder")
+    parts = build_parts(recipe, processes=1)
+    model, tokenizer = parts.model.eval(), parts.tokenizer
+    assert model.main_input_name == "input_features" and not model.config.share_embeddings
+    examples = load_split(recipe.data, "validation", ("audio", "target"))
+    paths = list(examples["audio"])
+    options = dict(sampling_rate=8000, return_tensors="pt", return_attention_mask=True)
+    alone = [parts.processor(recording_of(path), **options) for path in paths]
+    batch = next(iter(parts.validation_loader))
+    logits = model(**batch).logits
+    for index, row, labels in zip(
+        parts.validation_loader.batch_sampler.batches[0], logits, batch["labels"], strict=True
+    ):
+        expected = model(**alone[index], labels=labels[None]).logits[0]
+        assert torch.allclose(row[labels != IGNORE], expected[labels != IGNORE], atol=1e-5)
+    odd, even = tokenizer("no", add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(
+        model, "generate", lambda attention_mask, **_: torch.where(attention_mask.sum(1) % 2 == 1, odd, even)[:, None]
+    )
+    written = ["n" if inputs["attention_mask"].sum() % 2 == 1 else "o" for inputs in alone]
+    assert transcribe(model, tokenizer, examples, recipe) == written
 
 
 @pytest.mark.data
