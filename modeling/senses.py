@@ -139,8 +139,8 @@ class TriptychFrameEmbedding(SenseEmbedding):
 
     def token_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
         """[B, F], 1 on real frames, to [B, 1 + N]: a token is real if the frame in its middle is."""
-        for convolution in self.convolutions:
-            attention_mask = attention_mask[:, :: convolution.stride[0]]
+        for stride in self.config.conv_stride:
+            attention_mask = attention_mask[:, ::stride]
         return F.pad(attention_mask, (self.config.num_leading_tokens, 0), value=1)
 
     def forward(self, input_features: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:

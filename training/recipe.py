@@ -175,7 +175,7 @@ class Recipe:
         output: the run's folder, `runs/NAME` when null; `overwrite` replaces one that is there.
         max_steps: optimiser updates.
         max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
-            processes it is what an update sees.
+            processes it is what an update sees. Images count as pixels, and recordings as frames.
         length_noise: batches hold examples of like length; above 0 they mix, see `TokenBatchSampler`.
         optimizer: `adamw` (Loshchilov and Hutter 2019), or `muon` (Jordan et al. 2024) for the matrices of the layers
             with AdamW for everything else.

@@ -29,7 +29,7 @@ PROCESSOR = "processor: {sampling_rate: 8000, hop_length: 80, n_fft: 256, chunk_
 # What a recipe says beside, where the model reads no text.
 SENSES = {
     "image_classification": "model: {image_size: 8, patch_size: 4, ",
-    "video_classification": "model: {image_size: 8, patch_size: 4, num_frames: 4, tubelet_size: 2, ",
+    "video_classification": "model: {image_size: 8, patch_size: 4, num_frames: 2, tubelet_size: 2, ",
     "audio_classification": f"{PROCESSOR}model: {{num_mel_bins: 8, ",
     "speech_to_text": f"{PROCESSOR}model: {{encoder: {{num_mel_bins: 8}}, ",
 }
@@ -79,7 +79,7 @@ def write_senses(folder: Path, draw: random.Random) -> None:
         write_wav(folder / f"{number}.wav", draw.randbytes(2 * draw.randint(500, 1500)))
         recordings.append(json.dumps({"audio": str(folder / f"{number}.wav"), "label": label, "target": label}))
     paths = [str(folder / f"{number}.png") for number in range(ROWS)]
-    videos = [json.dumps({"video": draw.sample(paths, 4), "label": draw.choice(["yes", "no"])}) for _ in range(ROWS)]
+    videos = [json.dumps({"video": draw.sample(paths, 2), "label": draw.choice(["yes", "no"])}) for _ in range(ROWS)]
     (folder / "videos.jsonl").write_text("\n".join(videos))
     (folder / "images.jsonl").write_text("\n".join(images))
     (folder / "recordings.jsonl").write_text("\n".join(recordings))
