@@ -242,6 +242,7 @@ def two_streams(layout: Layout, perm_mask: torch.Tensor | None, targets: torch.T
         permutation=F.pad(sees, (0, queries)),
         lengths=stand(torch.full_like(slots[:1, :length], length) if layout.lengths is None else layout.lengths),
         global_tokens=stand(layout.global_tokens),
+        grid=layout.grid,
     )
 
 

@@ -177,9 +177,9 @@ class TriptychStack(TriptychPreTrainedModel):
         if config.position_embedding_type == "sinusoidal":
             coordinates = self.coordinates(position_ids, grid)
             vectors = axial_embedding(coordinates, config.embedding_size, config.sinusoidal_layout)
-            return (
-                vectors * (position_ids >= self.num_leading_tokens)[..., None] if self.num_leading_tokens else vectors
-            )
+            if not self.num_leading_tokens:
+                return vectors
+            return vectors * (position_ids >= self.num_leading_tokens)[..., None]
         if grid != self.grid:
             table = resize_positions(self.embed_positions.weight, self.grid, grid)
             return F.embedding(position_ids + config.position_offset, table)

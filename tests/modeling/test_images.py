@@ -119,6 +119,14 @@ def test_a_masked_patch_leaves_the_others_where_they_are(positions):
     assert_equal(actual[mask.bool()], expected[mask.bool()])
 
 
+def test_an_order_of_prediction_leaves_patches_where_they_are():
+    model = tiny_model(TriptychEncoderModel, position_embedding_type="learned", **IMAGES)
+    images, hidden = torch.randn(2, 2, 8, 12), torch.rand(2, 9, 9) < 0.3
+    actual = model(pixel_values=images, perm_mask=hidden).last_hidden_state
+    seen = ~hidden | torch.eye(9, dtype=torch.bool)
+    assert_equal(actual, model(pixel_values=images, attention_mask=seen[:, None]).last_hidden_state)
+
+
 @pytest.mark.parametrize("positions", ["sinusoidal", "rotary", "none"])
 def test_other_sizes_of_uninterpolated_positions(positions):
     """The upper left corner of a larger image has the positions that it has alone."""
