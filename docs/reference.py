@@ -13,6 +13,7 @@ import triptych
 from triptych import modeling_triptych
 from triptych.auto_map import AUTO_CLASSES
 from triptych.configs import RECIPES
+from triptych.configuration_senses import SensesConfig
 from triptych.configuration_triptych import TOPOLOGIES, TriptychStackConfig
 from triptych.conversion import surgery
 from triptych.heads import TriptychHead
@@ -20,7 +21,7 @@ from triptych.training import recipe
 from triptych.training.cli import app
 from triptych.training.objectives import OBJECTIVES
 
-CONFIGURATIONS = (triptych.TriptychConfig, TriptychStackConfig, *TOPOLOGIES.values())
+CONFIGURATIONS = (triptych.TriptychConfig, TriptychStackConfig, *TOPOLOGIES.values(), SensesConfig)
 SECTIONS = [cls for cls in vars(recipe).values() if is_dataclass(cls) and cls is not recipe.Recipe]
 MODEL = triptych.TriptychPreTrainedModel
 FUNCTIONS = (triptych.import_model, triptych.export_model, MODEL.save_pretrained, MODEL.push_to_hub)

@@ -5,7 +5,10 @@ again changes nothing.
 """
 
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
 from . import modeling_triptych
 from .auto_map import AUTO_CLASSES
@@ -23,13 +26,16 @@ from .modeling_triptych import (
     TriptychDecoderForTokenClassification,
     TriptychDecoderModel,
     TriptychEncoderDecoderModel,
+    TriptychEncoderForAudioClassification,
     TriptychEncoderForImageClassification,
+    TriptychEncoderForMaskedImageModeling,
     TriptychEncoderForMultipleChoice,
     TriptychEncoderForNextSentencePrediction,
     TriptychEncoderForPreTraining,
     TriptychEncoderForQuestionAnswering,
     TriptychEncoderForSequenceClassification,
     TriptychEncoderForTokenClassification,
+    TriptychEncoderForVideoClassification,
     TriptychEncoderModel,
     TriptychForCausalLM,
     TriptychForConditionalGeneration,
@@ -50,13 +56,16 @@ __all__ = [
     "TriptychEncoderConfig",
     "TriptychEncoderDecoderConfig",
     "TriptychEncoderDecoderModel",
+    "TriptychEncoderForAudioClassification",
     "TriptychEncoderForImageClassification",
+    "TriptychEncoderForMaskedImageModeling",
     "TriptychEncoderForMultipleChoice",
     "TriptychEncoderForNextSentencePrediction",
     "TriptychEncoderForPreTraining",
     "TriptychEncoderForQuestionAnswering",
     "TriptychEncoderForSequenceClassification",
     "TriptychEncoderForTokenClassification",
+    "TriptychEncoderForVideoClassification",
     "TriptychEncoderModel",
     "TriptychForCausalLM",
     "TriptychForConditionalGeneration",
@@ -74,8 +83,10 @@ def _register():
         for auto_class, name in classes.items():
             model_class = getattr(modeling_triptych, name)
             getattr(transformers, auto_class).register(TOPOLOGIES[topology], model_class, exist_ok=True)
-    # Trainer's label smoothing looks here to know that this head's labels are still to be shifted.
+    # Trainer's label smoothing looks here to know that this head's labels are still to be shifted, and the pipeline of
+    # speech recognition that this one generates.
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["triptych"] = "TriptychForCausalLM"
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES["triptych"] = "TriptychForConditionalGeneration"
     register_pipelines()
 
 

@@ -11,6 +11,9 @@ AUTO_CLASSES = {
         "AutoModelForNextSentencePrediction": "TriptychEncoderForNextSentencePrediction",
         "AutoModelForPreTraining": "TriptychEncoderForPreTraining",
         "AutoModelForImageClassification": "TriptychEncoderForImageClassification",
+        "AutoModelForVideoClassification": "TriptychEncoderForVideoClassification",
+        "AutoModelForAudioClassification": "TriptychEncoderForAudioClassification",
+        "AutoModelForMaskedImageModeling": "TriptychEncoderForMaskedImageModeling",
     },
     "decoder": {
         "AutoModel": "TriptychDecoderModel",
@@ -22,6 +25,8 @@ AUTO_CLASSES = {
     "encoder_decoder": {
         "AutoModel": "TriptychEncoderDecoderModel",
         "AutoModelForSeq2SeqLM": "TriptychForConditionalGeneration",
+        "AutoModelForSpeechSeq2Seq": "TriptychForConditionalGeneration",
+        "AutoModelForImageTextToText": "TriptychForConditionalGeneration",
     },
 }
 

@@ -8,7 +8,6 @@ from typing import Unpack
 import torch
 from torch import nn
 from transformers.modeling_outputs import (
-    ImageClassifierOutput,
     MultipleChoiceModelOutput,
     NextSentencePredictorOutput,
     QuestionAnsweringModelOutput,
@@ -136,28 +135,6 @@ class QuestionAnswering(Classifier):
 
 class TriptychEncoderForSequenceClassification(SequenceClassification):
     config: TriptychEncoderConfig
-
-
-class TriptychEncoderForImageClassification(SequenceClassification):
-    """One answer per image, `logits` [B, L]; `labels` as of texts."""
-
-    config: TriptychEncoderConfig
-    main_input_name = "pixel_values"
-    output_class = ImageClassifierOutput
-
-    def __init__(self, config: TriptychEncoderConfig):
-        super().__init__(config)
-        if config.input_type != "image":
-            raise ValueError(f"`input_type` is {config.input_type!r}, but {type(self).__name__} reads images.")
-
-    def forward(
-        self,
-        pixel_values: torch.FloatTensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[HeadKwargs],
-    ) -> ImageClassifierOutput:
-        """`pixel_values` [B, channels, height, width], and what `TriptychHead.forward` takes."""
-        return super().forward(pixel_values=pixel_values, labels=labels, **kwargs)
 
 
 class TriptychDecoderForSequenceClassification(SequenceClassification):

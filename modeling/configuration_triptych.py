@@ -17,6 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .configuration_senses import SensesConfig
+
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 STATE_LAYER_TYPE = "triptych_linear_attention"  # what a layer of linear attention is called where caches are made
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
@@ -330,6 +332,11 @@ class TriptychStackConfig(TriptychConfig):
             self.rope_parameters = None
         self.base_model_tp_plan = self.tensor_parallel_plan()
 
+    @property
+    def position_axes(self) -> int:
+        """How many numbers say where a token stands."""
+        return 1
+
     def biased_projections(self) -> str:
         """Letters of the attention's projections that have a bias."""
         return {True: "qkvo", False: ""}.get(self.attention_bias, self.attention_bias)
@@ -480,12 +487,18 @@ class TriptychStackConfig(TriptychConfig):
             )
 
     def validate_positions(self):
-        """Sine and cosine come in pairs; buckets on each side need room."""
-        if self.position_embedding_type == "sinusoidal" and self.embedding_size % 2:
-            raise ValueError(f"`embedding_size` is {self.embedding_size}, but sinusoidal positions need an even one.")
+        """Sine and cosine come in pairs, for each axis; buckets on each side need room."""
+        axes = self.position_axes
+        pairs = "even" if axes == 1 else f"even and at least {2 * axes}, for pairs of each of {axes} axes"
+        if self.position_embedding_type == "sinusoidal" and (
+            self.embedding_size % 2 or 0 < self.embedding_size < 2 * axes
+        ):
+            raise ValueError(
+                f"`embedding_size` is {self.embedding_size}, but for sinusoidal positions must be {pairs}."
+            )
         if self.position_embedding_type == "rotary":
             for parameters in rope_by_layer_type(self).values():
-                allowed = ("default", *ROPE_INIT_FUNCTIONS)
+                allowed = ("default", *ROPE_INIT_FUNCTIONS) if axes == 1 else ("default",)
                 for name, value in parameters.items():
                     if isinstance(value, float) and not math.isfinite(value):
                         raise ValueError(f"`rope_parameters` has {value} as `{name}`, but it must be a finite number.")
@@ -495,8 +508,8 @@ class TriptychStackConfig(TriptychConfig):
                         f"{', '.join(allowed)}."
                     )
                 rotated = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
-                if rotated % 2 or not rotated:
-                    raise ValueError(f"Rotary positions need an even number of head dimensions, but {rotated} rotate.")
+                if rotated % 2 or rotated < 2 * axes:
+                    raise ValueError(f"Rotary positions turn {rotated} dimensions of a head, but it must be {pairs}.")
         if self.position_embedding_type == "relative":
             if self.relative_attention_num_buckets < 4 or self.relative_attention_num_buckets % 2:
                 raise ValueError(
@@ -518,50 +531,19 @@ def rope_by_layer_type(config: TriptychStackConfig) -> dict[str, dict[str, Any]]
 
 
 @strict
-class TriptychEncoderConfig(TriptychStackConfig):
-    """A stack that reads both ways: BERT and its kind.
+class TriptychEncoderConfig(SensesConfig, TriptychStackConfig):
+    """A stack that reads both ways: BERT and its kind. What it reads beside texts is said by the fields of
+    `SensesConfig`.
 
     Args:
         mask_token_id: the token that stands where another is to be predicted. Its embedding is where the query stream
             of permutation language modelling starts, the learned vector w of Yang et al. (2019, section 2.3).
-        input_type: "text", or "image": patches in place of tokens (Dosovitskiy et al. 2021). There is no token table
-            then, and `max_position_embeddings` is the number of patches, with the class token.
-        image_size, patch_size, num_channels: in pixels, one number or height and width.
-        class_token: a learned vector before the patches, which stands for the whole image.
     """
 
     base_config_key = "encoder"
 
     topology: Literal["encoder", "decoder", "encoder_decoder"] = "encoder"
     mask_token_id: int | None = None
-    input_type: Literal["text", "image"] = "text"
-    image_size: int | list[int] | tuple[int, int] = 224
-    patch_size: int | list[int] | tuple[int, int] = 16
-    num_channels: int = 3
-    class_token: bool = True
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        if self.input_type == "image" and min(self.sides("patch_size")) > 0:
-            image, patch = self.sides("image_size"), self.sides("patch_size")
-            self.max_position_embeddings = (image[0] // patch[0]) * (image[1] // patch[1]) + self.class_token
-
-    def sides(self, name: str) -> tuple[int, int]:
-        """Height and width that a field says."""
-        size = getattr(self, name)
-        return (size, size) if isinstance(size, int) else tuple(size)
-
-    def validate_images(self):
-        """Patches cover the image."""
-        for name in ("image_size", "patch_size"):
-            if len(self.sides(name)) != 2 or min(self.sides(name)) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be one or two numbers of at least 1.")
-        if self.num_channels < 1:
-            raise ValueError(f"`num_channels` is {self.num_channels}, but must be at least 1.")
-        if any(image % patch for image, patch in zip(self.sides("image_size"), self.sides("patch_size"), strict=True)):
-            raise ValueError(
-                f"`image_size` is {self.image_size}, but must be a multiple of `patch_size` = {self.patch_size}."
-            )
 
 
 @strict
@@ -597,7 +579,7 @@ class TriptychEncoderDecoderConfig(TriptychConfig):
     Args:
         encoder, decoder: fields of each stack. A stack field given beside them applies to both; what a stack says
             itself wins.
-        share_embeddings: source and target tokens have one table (2017, section 3.4).
+        share_embeddings: source and target tokens have one table (2017, section 3.4); None is True if both are texts.
         decoder_start_token_id: first decoder input; None is `bos_token_id`.
     """
 
@@ -606,7 +588,7 @@ class TriptychEncoderDecoderConfig(TriptychConfig):
     topology: Literal["encoder", "decoder", "encoder_decoder"] = "encoder_decoder"
     encoder: TriptychEncoderConfig | dict[str, Any] | None = None
     decoder: TriptychDecoderConfig | dict[str, Any] | None = None
-    share_embeddings: bool = True
+    share_embeddings: bool | None = None
     decoder_start_token_id: int | None = None
     is_encoder_decoder: bool = True
 
@@ -630,6 +612,8 @@ class TriptychEncoderDecoderConfig(TriptychConfig):
             self.decoder_start_token_id = self.bos_token_id
         super().__post_init__(**kwargs)
         self.vocab_size = self.decoder.vocab_size
+        if self.share_embeddings is None:
+            self.share_embeddings = self.encoder.input_type == "text"
 
     @property
     def hidden_size(self) -> int:
@@ -637,7 +621,12 @@ class TriptychEncoderDecoderConfig(TriptychConfig):
         return self.decoder.hidden_size
 
     def validate_share_embeddings(self):
-        """One table needs one shape."""
+        """One table needs two texts and one shape."""
+        if self.share_embeddings and self.encoder.input_type != "text":
+            raise ValueError(
+                f"`share_embeddings` is True, but must be False where `encoder.input_type` is "
+                f"{self.encoder.input_type!r}, as there are no source tokens."
+            )
         for name in ("vocab_size", "embedding_size"):
             source, target = getattr(self.encoder, name), getattr(self.decoder, name)
             if self.share_embeddings and source != target:
@@ -647,10 +636,6 @@ class TriptychEncoderDecoderConfig(TriptychConfig):
 
     def validate_decoder(self):
         """The right panel reads the left one."""
-        if self.encoder.input_type != "text":
-            raise ValueError(
-                f"`encoder.input_type` is {self.encoder.input_type!r}, but must be 'text' beside a decoder."
-            )
         if self.decoder.cross_attention_hidden_size != self.encoder.hidden_size:
             raise ValueError(
                 f"`decoder.cross_attention_hidden_size` is {self.decoder.cross_attention_hidden_size}, but must be "

@@ -53,6 +53,7 @@ class Layout:
     global_tokens: torch.Tensor | None = None  # [B, S] True on tokens that see all and are seen by all
     max_global_tokens: int | None = None  # their number in a row, where it is known without looking
     is_in_order: bool = True  # False where `ranks` are positions of the caller's own choice
+    grid: tuple[int, ...] | None = None  # tokens along each axis of an image or a video
 
     @property
     def length(self) -> int:
@@ -177,6 +178,18 @@ def read_layout(
     return Layout(query_slots, position_ids, batch_size, **tables, is_in_order=is_in_order)
 
 
+def lay_on_grid(layout: Layout, grid: tuple[int, ...], is_placed: bool):
+    """Makes a layout that of a grid, where a patch keeps its place whichever others are masked.
+
+    Args:
+        is_placed: whether the caller said where the tokens stand.
+    """
+    layout.grid = grid
+    if layout.padding is not None and not is_placed:
+        layout.position_ids = layout.query_slots[None]
+        layout.ranks, layout.is_in_order = layout.position_ids.expand(layout.batch_size, -1), False
+
+
 def read_targets(layout: Layout, perm_mask: torch.Tensor | None, target_mapping: torch.Tensor | None) -> torch.Tensor:
     """The slot [B, P] that each one-hot row of `target_mapping` [B, P, T] names; a row of zeros names slot 0.
 
@@ -229,6 +242,7 @@ def two_streams(layout: Layout, perm_mask: torch.Tensor | None, targets: torch.T
         permutation=F.pad(sees, (0, queries)),
         lengths=stand(torch.full_like(slots[:1, :length], length) if layout.lengths is None else layout.lengths),
         global_tokens=stand(layout.global_tokens),
+        grid=layout.grid,
     )
 
 

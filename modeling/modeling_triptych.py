@@ -19,7 +19,6 @@ from .classifiers import (
     TriptychDecoderForQuestionAnswering,
     TriptychDecoderForSequenceClassification,
     TriptychDecoderForTokenClassification,
-    TriptychEncoderForImageClassification,
     TriptychEncoderForMultipleChoice,
     TriptychEncoderForNextSentencePrediction,
     TriptychEncoderForQuestionAnswering,
@@ -38,6 +37,12 @@ from .heads import (
 from .losses import IGNORE, at_least_float32, check_labels, cross_entropy, next_token_labels, per_item
 from .masks import find_documents
 from .pretrained import TriptychPreTrainedModel
+from .sense_heads import (
+    TriptychEncoderForAudioClassification,
+    TriptychEncoderForImageClassification,
+    TriptychEncoderForMaskedImageModeling,
+    TriptychEncoderForVideoClassification,
+)
 from .stacks import TriptychDecoderModel, TriptychEncoderDecoderModel, TriptychEncoderModel, renamed_cache
 
 __all__ = [
@@ -46,13 +51,16 @@ __all__ = [
     "TriptychDecoderForTokenClassification",
     "TriptychDecoderModel",
     "TriptychEncoderDecoderModel",
+    "TriptychEncoderForAudioClassification",
     "TriptychEncoderForImageClassification",
+    "TriptychEncoderForMaskedImageModeling",
     "TriptychEncoderForMultipleChoice",
     "TriptychEncoderForNextSentencePrediction",
     "TriptychEncoderForPreTraining",
     "TriptychEncoderForQuestionAnswering",
     "TriptychEncoderForSequenceClassification",
     "TriptychEncoderForTokenClassification",
+    "TriptychEncoderForVideoClassification",
     "TriptychEncoderModel",
     "TriptychForCausalLM",
     "TriptychForConditionalGeneration",
@@ -256,12 +264,14 @@ class TriptychForCausalLM(GenerativeHead):
 
 
 class TriptychForConditionalGeneration(GenerativeHead):
-    """The target, given the source: `labels` [B, T] are the target's tokens."""
+    """The target, given the source, be it a text, an image, a video or a recording: `labels` [B, T] are the target's
+    tokens."""
 
     config: TriptychEncoderDecoderConfig
 
     def __init__(self, config: TriptychEncoderDecoderConfig):
         super().__init__(config)
+        self.main_input_name = self.model.main_input_name
         table = "encoder" if config.share_embeddings else "decoder"
         self._tied_weights_keys = {"lm_head.weight": f"model.{table}.embed_tokens.weight"}
         self.loss_type = "ForMaskedLM"  # tells Trainer that labels stand where their logits do
@@ -297,6 +307,9 @@ class TriptychForConditionalGeneration(GenerativeHead):
         logits_to_keep: int | torch.Tensor = 0,
         seq_idx: torch.Tensor | None = None,
         decoder_seq_idx: torch.Tensor | None = None,
+        pixel_values: torch.FloatTensor | None = None,
+        input_features: torch.FloatTensor | None = None,
+        interpolate_pos_encoding: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[HeadKwargs],
     ) -> Seq2SeqLMOutput:
@@ -331,6 +344,9 @@ class TriptychForConditionalGeneration(GenerativeHead):
             use_cache=use_cache,
             seq_idx=seq_idx,
             decoder_seq_idx=decoder_seq_idx,
+            pixel_values=pixel_values,
+            input_features=input_features,
+            interpolate_pos_encoding=interpolate_pos_encoding,
             **kwargs,
         )
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
@@ -346,6 +362,20 @@ class TriptychForConditionalGeneration(GenerativeHead):
             encoder_hidden_states=outputs.encoder_hidden_states,
             encoder_attentions=outputs.encoder_attentions,
         )
+
+    def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
+        """A text beside an image or a recording is how the target begins; beside an image, a mask is of that text."""
+        if self.main_input_name != "input_ids" and "input_ids" in model_kwargs:
+            model_kwargs["decoder_input_ids"] = model_kwargs.pop("input_ids")
+            if self.main_input_name == "pixel_values" and "attention_mask" in model_kwargs:
+                model_kwargs["decoder_attention_mask"] = model_kwargs.pop("attention_mask")
+        return super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
+
+    def _prepare_attention_mask_for_generation(self, inputs_tensor, *args):
+        """transformers takes the first two axes of any input for those of texts."""
+        if self.main_input_name != "input_ids":
+            return None
+        return super()._prepare_attention_mask_for_generation(inputs_tensor, *args)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
         """transformers would give cross-attention the decoder's windows; it always sees the whole encoder."""

@@ -1,6 +1,6 @@
 """Where a token stands: the six ways the literature tells a Transformer about order.
 
-Shapes: B batch, T queries, S keys, H heads, D model width, d head width.
+Shapes: B batch, T queries, S keys, H heads, A axes, D model width, d head width.
 
 | type       | enters at                | source                                            |
 |------------|--------------------------|---------------------------------------------------|
@@ -10,6 +10,10 @@ Shapes: B batch, T queries, S keys, H heads, D model width, d head width.
 | relative   | attention scores         | Raffel et al. 2020, section 2.1                   |
 | alibi      | attention scores         | Press et al. 2022, section 3                      |
 | none       | -                        | Haviv et al. 2022                                 |
+
+A token of a text has one number, and a patch of an image or a video one for each axis. Sinusoids and rotations then
+give every axis a share of the dimensions: columns first, then rows, then layers of time. A learned table has a row for
+each patch. Biases count tokens, as they do in texts.
 """
 
 import copy
@@ -17,6 +21,7 @@ import math
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 from .configuration_triptych import TriptychStackConfig
@@ -41,11 +46,58 @@ def sinusoidal_embedding(position_ids: torch.Tensor, size: int, layout: str = "i
     return torch.stack(waves, dim=-1).flatten(-2) if layout == "interleaved" else torch.cat(waves, dim=-1)
 
 
+def grid_coordinates(position_ids: torch.Tensor, grid: tuple[int, ...] = (), leading: int = 0) -> torch.Tensor:
+    """Column, row and so on of each token in a grid that is read row by row: [B, T, A], of `position_ids` [B, T].
+
+    Args:
+        grid: tokens along each axis, columns last; of no axes or one, tokens are counted.
+        leading: so many tokens stand before the grid, and have the coordinates of its first.
+    """
+    index = (position_ids - leading).clamp(min=0) if leading else position_ids
+    if len(grid) < 2:
+        return index[..., None]
+    coordinates = []
+    for size in reversed(grid[1:]):
+        coordinates.append(index % size)
+        index = index.div(size, rounding_mode="floor")
+    return torch.stack((*coordinates, index), dim=-1)
+
+
+def axis_shares(size: int, axes: int) -> list[int]:
+    """How many of `size` dimensions tell each axis, all in pairs: as many for each, and what is left for the last."""
+    share = size // (2 * axes) * 2
+    return [share] * (axes - 1) + [size - share * (axes - 1)]
+
+
+def axial_embedding(coordinates: torch.Tensor, size: int, layout: str) -> torch.Tensor:
+    """Sinusoids of every axis, [B, T, size] of `coordinates` [B, T, A] (He et al. 2022, arXiv 2111.06377)."""
+    along = zip(coordinates.unbind(-1), axis_shares(size, coordinates.shape[-1]), strict=True)
+    return torch.cat([sinusoidal_embedding(axis, share, layout) for axis, share in along], dim=-1)
+
+
+def resize_positions(table: torch.Tensor, grid: tuple[int, ...], new_grid: tuple[int, ...]) -> torch.Tensor:
+    """A learned table [leading + N, E] of a grid of N tokens for another grid (Dosovitskiy et al. 2021, section 3.2).
+
+    Bicubic over rows and columns, linear over time; rows of the table before those of the grid stay.
+    """
+    count = math.prod(grid)
+    leading, patches = table[:-count], table[-count:]
+    *time, rows, columns = new_grid
+    planes = patches.view(-1, *grid[-2:], table.shape[-1]).permute(0, 3, 1, 2)  # [frames, E, rows, columns]
+    planes = F.interpolate(planes, size=(rows, columns), mode="bicubic", align_corners=False)
+    if time and time[0] != len(planes):
+        over_time = planes.flatten(1).t()[None]  # [1, E * rows * columns, frames]
+        over_time = F.interpolate(over_time, size=time[0], mode="linear", align_corners=False)
+        planes = over_time[0].t().view(-1, *planes.shape[1:])
+    return torch.cat((leading, planes.permute(0, 2, 3, 1).flatten(0, 2)))
+
+
 class TriptychRotaryEmbedding(nn.Module):
     """Cosines and sines of the rotation angles, with any of transformers' rope types.
 
     `partial_rotary_factor` below one rotates only the first dimensions of each head. The types "dynamic" and "longrope"
-    choose their frequencies by the longest text of a batch, so that with them texts do depend on their batch.
+    choose their frequencies by the longest text of a batch, so that with them texts do depend on their batch. Of
+    several axes, each has its own share of the rotated dimensions (Heo et al. 2024, arXiv 2403.13298, section 3.2).
     """
 
     inv_freq: torch.Tensor
@@ -65,10 +117,12 @@ class TriptychRotaryEmbedding(nn.Module):
 
     @staticmethod
     def compute_default_rope_parameters(config, device=None, **kwargs) -> tuple[torch.Tensor, float]:
-        """theta_i = rope_theta^(-2i / r) over the r rotated dimensions: [r / 2], and no scaling of the result."""
+        """theta_i = rope_theta^(-2i / r) over the r rotated dimensions, or each axis's share of them: [r / 2], and no
+        scaling of the result."""
         rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
-        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+        shares = axis_shares(rotated, config.position_axes)
+        exponents = [torch.arange(0, share, 2, dtype=torch.float32, device=device) / share for share in shares]
+        return 1.0 / config.rope_parameters["rope_theta"] ** torch.cat(exponents), 1.0
 
     def _apply(self, fn, recurse: bool = True):
         """A cast of the model moves the frequencies but does not round them."""
@@ -82,9 +136,14 @@ class TriptychRotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [B, T, r] of `position_ids` [B, T], in the dtype of `hidden_states`."""
-        angles = position_ids[..., None].float() * self.inv_freq.to(device=position_ids.device, dtype=torch.float32)
-        angles = torch.cat((angles, angles), dim=-1)
+        """Cosines and sines [B, T, r] of `position_ids` [B, T], or of coordinates [B, T, A], in the dtype of
+        `hidden_states`."""
+        coordinates = position_ids.reshape(*position_ids.shape[:2], -1).float()
+        shares = [share // 2 for share in axis_shares(2 * len(self.inv_freq), coordinates.shape[-1])]
+        inv_freq = self.inv_freq.to(device=position_ids.device, dtype=torch.float32).split(shares)
+        along = zip(coordinates.unbind(-1), inv_freq, strict=True)
+        angles = [axis[..., None] * frequencies for axis, frequencies in along]
+        angles = torch.cat(angles * 2, dim=-1)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return cos.to(hidden_states.dtype), sin.to(hidden_states.dtype)
 

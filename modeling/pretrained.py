@@ -16,7 +16,6 @@ from transformers.utils.generic import is_flash_attention_requested
 from .configuration_triptych import TriptychConfig
 from .linear_attention import TriptychFeatureMap, TriptychLinearAttention, TriptychShortConvolution
 from .norms import TriptychZeroCenteredRMSNorm
-from .patches import TriptychPatchEmbedding
 from .sharing import CARD, code_fields, code_files, make_repository, model_card, push_files
 from .weight_files import check_claim, check_names, check_source
 
@@ -99,10 +98,11 @@ class TriptychPreTrainedModel(PreTrainedModel):
         """
         super()._init_weights(module)
         std = self.config.initializer_range
+        for token in (getattr(module, name, None) for name in ("class_token", "mask_token")):
+            if token is not None:
+                init.normal_(token, std=token.shape[-1] ** -0.5 if std is None else std)
         if isinstance(module, TriptychZeroCenteredRMSNorm):
             init.zeros_(module.weight)
-        elif isinstance(module, TriptychPatchEmbedding) and hasattr(module, "class_token"):
-            init.normal_(module.class_token, std=module.class_token.shape[-1] ** -0.5 if std is None else std)
         elif isinstance(module, TriptychFeatureMap) and module.kind == "hedgehog":
             init.copy_(module.weight, torch.eye(module.weight.shape[-1]).expand_as(module.weight))
         elif isinstance(module, TriptychShortConvolution):
@@ -113,6 +113,9 @@ class TriptychPreTrainedModel(PreTrainedModel):
             init.copy_(module.decay_rate, torch.empty(len(module.decay_rate)).uniform_(1, 16).log())
             step = torch.empty(len(module.decay_bias)).uniform_(math.log(1e-3), math.log(1e-1)).exp()
             init.copy_(module.decay_bias, step + torch.log(-torch.expm1(-step)))
+        elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and std is None:
+            bound = (6 / (module.weight[0].numel() + len(module.weight))) ** 0.5  # of the projection that it slides
+            init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
         elif isinstance(module, nn.Linear):

@@ -34,8 +34,15 @@ PIPELINES = {
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForMultipleChoice": "multiple-choice",
     "AutoModelForImageClassification": "image-classification",
+    "AutoModelForVideoClassification": "video-classification",
+    "AutoModelForAudioClassification": "audio-classification",
+    "AutoModelForMaskedImageModeling": "image-feature-extraction",
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
+    "AutoModelForImageTextToText": "image-to-text",
 }
-PROCESSORS = {"text": ("tokenizer", "AutoTokenizer"), "image": ("processor", "AutoImageProcessor")}
+# What prepares an input other than text, and which of the Auto classes of one head is meant for it.
+PROCESSORS = {"image": "AutoImageProcessor", "video": "AutoImageProcessor", "audio": "AutoFeatureExtractor"}
+READERS = {"image": "AutoModelForImageTextToText", "audio": "AutoModelForSpeechSeq2Seq"}
 SHAPE = {
     "num_hidden_layers": "layers",
     "hidden_size": "width",
@@ -88,8 +95,15 @@ def model_card(
 
 def find_auto_class(config: TriptychConfig) -> str:
     """Return the Auto class that loads the head which `config` was saved with; AutoModel if it does not say."""
-    classes = {name: auto_class for auto_class, name in AUTO_CLASSES[config.topology].items()}
-    return next((classes[name] for name in config.architectures or () if name in classes), "AutoModel")
+    heads = config.architectures or ()
+    classes = [auto_class for auto_class, name in AUTO_CLASSES[config.topology].items() if name in heads]
+    reader = READERS.get(input_type(config))
+    return reader if reader in classes else next(iter(classes), "AutoModel")
+
+
+def input_type(config: TriptychConfig) -> str:
+    """Return what a model reads: text, image, video or audio."""
+    return getattr(getattr(config, "encoder", config), "input_type", "text")
 
 
 def make_repository(
@@ -157,13 +171,21 @@ def _shape_table(config: TriptychConfig) -> str:
     if config.topology == "encoder_decoder":
         stacks = {"encoder": config.encoder, "decoder": config.decoder}
     rows = [("", *stacks), ("---",) * (1 + len(stacks))]
-    rows += [(word, *(getattr(stack, field) for stack in stacks.values())) for field, word in SHAPE.items()]
+    rows += [(word, *(_say(stack, field) for stack in stacks.values())) for field, word in SHAPE.items()]
     rows.append(("attention", *(", ".join(dict.fromkeys(stack.layer_types)) for stack in stacks.values())))
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
+def _say(stack: TriptychConfig, field: str) -> Any:
+    return input_type(stack) if field == "vocab_size" and input_type(stack) != "text" else getattr(stack, field)
+
+
 def _how_to_load(config: TriptychConfig, auto_class: str, name: str, with_code: bool) -> str:
-    word, processor = PROCESSORS[getattr(config, "input_type", "text")]
+    classes = {"model": auto_class}
+    if (processor := PROCESSORS.get(input_type(config))) is not None:
+        classes["processor"] = processor
+    if processor is None or config.topology == "encoder_decoder":
+        classes["tokenizer"] = "AutoTokenizer"
     trust = ", trust_remote_code=True" if with_code else ""
     register = "" if with_code else "import triptych  # registers the family\n"
     needs = (
@@ -172,13 +194,16 @@ def _how_to_load(config: TriptychConfig, auto_class: str, name: str, with_code: 
         if with_code
         else "This needs the package `triptych`."
     )
+    lines = "\n".join(
+        f'{word} = {loader}.from_pretrained("{name}"{trust if word == "model" else ""})'
+        for word, loader in classes.items()
+    )
     return f"""## How to load it
 
 ```python
-{register}from transformers import {auto_class}, {processor}
+{register}from transformers import {", ".join(classes.values())}
 
-model = {auto_class}.from_pretrained("{name}"{trust})
-{word} = {processor}.from_pretrained("{name}")
+{lines}
 ```
 
 {needs}"""

@@ -7,6 +7,7 @@ from typing import Unpack
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_outputs import (
@@ -36,6 +37,7 @@ from .masks import (
     check_encoder_padding,
     cross_attention_mask,
     find_documents,
+    lay_on_grid,
     mark_patterns,
     read_layout,
     read_targets,
@@ -43,10 +45,17 @@ from .masks import (
     two_streams,
 )
 from .norms import build_norm
-from .patches import TriptychPatchEmbedding
-from .positions import TriptychRelativeBias, TriptychRotaryEmbedding, alibi_bias, sinusoidal_embedding
+from .positions import (
+    TriptychRelativeBias,
+    TriptychRotaryEmbedding,
+    alibi_bias,
+    axial_embedding,
+    grid_coordinates,
+    resize_positions,
+)
 from .pretrained import TriptychPreTrainedModel
 from .projections import TriptychLinear
+from .senses import SENSES
 from .unpadding import Places, find_places, find_rows, has_pads, move
 
 renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -63,7 +72,7 @@ def check_ids(name: str, ids: torch.Tensor, size: int, field: str):
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:
-        length = f" (a text of {high + 1} tokens)" if name == "position_ids" else ""
+        length = f" (a sequence of {high + 1} tokens)" if name == "position_ids" else ""
         raise ValueError(
             f"`{name}` has {low if low < 0 else high}{length}, but must be from 0 to {size - 1}, as `{field}` is "
             f"{size}."
@@ -75,10 +84,15 @@ class TriptychStack(TriptychPreTrainedModel):
 
     def __init__(self, config: TriptychStackConfig):
         super().__init__(config)
-        if is_image := getattr(config, "input_type", "text") == "image":
-            self.embed_patches = TriptychPatchEmbedding(config)
-            self.main_input_name = "pixel_values"
-        self.embed_tokens = None if is_image else nn.Embedding(config.vocab_size, config.embedding_size)
+        input_type = getattr(config, "input_type", "text")
+        self.num_leading_tokens, self.grid = 0, None
+        if input_type == "text":
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size)
+        else:
+            self.embed_tokens = None
+            self.embed_patches = SENSES[input_type](config)
+            self.main_input_name = config.main_input_name
+            self.num_leading_tokens, self.grid = config.num_leading_tokens, config.grid if config.has_grid else None
         if config.position_embedding_type == "learned":
             rows = config.position_offset + config.max_position_embeddings
             self.embed_positions = nn.Embedding(rows, config.embedding_size)
@@ -153,18 +167,35 @@ class TriptychStack(TriptychPreTrainedModel):
             token_type_ids = torch.cat((types, types.gather(1, targets.to(types.device))), dim=1)
         return hidden_states, token_type_ids, two_streams(layout, perm_mask, targets)
 
+    def coordinates(self, position_ids: torch.Tensor, grid: tuple[int, ...] | None) -> torch.Tensor:
+        """Where tokens stand, [B, T, A], along each axis of what is read."""
+        return grid_coordinates(position_ids, grid or (), self.num_leading_tokens)
+
+    def positions(self, position_ids: torch.Tensor, grid: tuple[int, ...] | None) -> torch.Tensor:
+        """What sinusoidal or learned positions add to tokens, [B, T, E]; sinusoids leave a class token out."""
+        config = self.config
+        if config.position_embedding_type == "sinusoidal":
+            coordinates = self.coordinates(position_ids, grid)
+            vectors = axial_embedding(coordinates, config.embedding_size, config.sinusoidal_layout)
+            if not self.num_leading_tokens:
+                return vectors
+            return vectors * (position_ids >= self.num_leading_tokens)[..., None]
+        if grid != self.grid:
+            table = resize_positions(self.embed_positions.weight, self.grid, grid)
+            return F.embedding(position_ids + config.position_offset, table)
+        check_ids("position_ids", position_ids, config.max_position_embeddings, "max_position_embeddings")
+        return self.embed_positions(position_ids + config.position_offset)
+
     def add_positions(
-        self, hidden_states: torch.Tensor, position_ids: torch.Tensor, token_type_ids: torch.Tensor | None
+        self,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        token_type_ids: torch.Tensor | None,
+        grid: tuple[int, ...] | None,
     ) -> torch.Tensor:
         """Input of the first layer [B, T, D]: tokens plus positions plus types, normalised, projected, dropped out."""
-        kind = self.config.position_embedding_type
-        if kind == "sinusoidal":
-            hidden_states = hidden_states + sinusoidal_embedding(
-                position_ids, hidden_states.shape[-1], self.config.sinusoidal_layout
-            ).to(hidden_states.dtype)
-        elif kind == "learned":
-            check_ids("position_ids", position_ids, self.config.max_position_embeddings, "max_position_embeddings")
-            hidden_states = hidden_states + self.embed_positions(position_ids + self.config.position_offset)
+        if self.config.position_embedding_type in ("sinusoidal", "learned"):
+            hidden_states = hidden_states + self.positions(position_ids, grid).to(hidden_states.dtype)
         if self.config.type_vocab_size:
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(position_ids)
@@ -216,7 +247,8 @@ class TriptychStack(TriptychPreTrainedModel):
                 mask, hides_future = None, False
             angles = None
             if position == "rotary":
-                angles = self.rotary_emb[kind[0]](hidden_states, layout.position_ids)
+                coordinates = self.coordinates(layout.position_ids, layout.grid)
+                angles = self.rotary_emb[kind[0]](hidden_states, coordinates)
             inputs[kind] = bias, dict(attention_mask=mask, position_embeddings=angles, is_causal=hides_future)
         return [inputs[kind] for kind in self.layer_kinds]
 
@@ -272,6 +304,7 @@ class TriptychStack(TriptychPreTrainedModel):
         perm_mask: torch.Tensor | None = None,
         target_mapping: torch.Tensor | None = None,
         global_attention_mask: torch.Tensor | None = None,
+        grid: tuple[int, ...] | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """The whole stack, from tokens [B, T] to hidden states [B, T, D], or [B, T + P, D] with a query stream.
@@ -285,6 +318,8 @@ class TriptychStack(TriptychPreTrainedModel):
         types = token_type_ids if self.config.type_vocab_size else None
         layout = read_layout(tokens, attention_mask, position_ids, seq_idx, prefix_length, own_cache, types)
         mark_patterns(layout, self.config, global_attention_mask)
+        if self.grid is not None:
+            lay_on_grid(layout, grid or self.grid, is_placed=position_ids is not None)
         has_queries = perm_mask is not None or target_mapping is not None
         is_free = cache is None and not has_queries and not is_tracing(tokens) and not self.records_layers(kwargs)
         position_ids, given_layout, places, rows = layout.position_ids, layout, None, None
@@ -298,7 +333,7 @@ class TriptychStack(TriptychPreTrainedModel):
         if has_queries:
             hidden_states, types, layout = self.add_queries(hidden_states, types, layout, perm_mask, target_mapping)
             position_ids = layout.position_ids
-        hidden_states = self.add_positions(hidden_states, position_ids, types)
+        hidden_states = self.add_positions(hidden_states, position_ids, types, layout.grid)
         inputs = self.layer_inputs(hidden_states, layout, own_cache, is_causal)
         cross_inputs = {}
         if encoder_hidden_states is not None:
@@ -363,6 +398,24 @@ class TriptychEncoderModel(TriptychStack):
             self.pooler = TriptychPooler(config)
         self.post_init()
 
+    def perceive(
+        self, name: str, values: torch.Tensor, attention_mask: torch.Tensor | None, may_differ: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...] | None]:
+        """What stands in the place of tokens [B, T, E], its mask [B, T] and its grid, from the input of that name."""
+        if name != self.main_input_name:
+            raise ValueError(
+                f"`{name}` are given, but `input_type` is {self.config.input_type!r}, read from "
+                f"`{self.main_input_name}`."
+            )
+        grid = self.embed_patches.grid(values, may_differ)
+        return self.embed_patches(values, attention_mask), self.token_mask(attention_mask), grid
+
+    def token_mask(self, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Which tokens are real, from the mask that came with the input; of recordings, that is one of frames."""
+        if attention_mask is None or self.config.input_type == "text":
+            return attention_mask
+        return self.embed_patches.token_mask(attention_mask)
+
     @capture_outputs
     def forward(
         self,
@@ -372,6 +425,8 @@ class TriptychEncoderModel(TriptychStack):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         pixel_values: torch.FloatTensor | None = None,
+        input_features: torch.FloatTensor | None = None,
+        interpolate_pos_encoding: bool = False,
         seq_idx: torch.Tensor | None = None,
         global_attention_mask: torch.Tensor | None = None,
         perm_mask: torch.Tensor | None = None,
@@ -386,7 +441,12 @@ class TriptychEncoderModel(TriptychStack):
                 additive, which then is the whole mask.
             token_type_ids: [B, T] segments; zeros if not given.
             position_ids: [B, T]; by default real tokens count from 0. Where they restart at 0, a new document begins.
-            pixel_values: [B, channels, height, width] images in the place of tokens, where `input_type` is "image".
+            pixel_values: [B, channels, height, width] images, or [B, frames, channels, height, width] videos, in the
+                place of tokens, where `input_type` says so.
+            input_features: [B, mel bins, frames] of recordings, likewise. Their `attention_mask` [B, frames] is 1 on
+                real frames, which stand first.
+            interpolate_pos_encoding: images and videos may have other sizes than the configuration says. A learned
+                table is interpolated, other positions go on counting.
             seq_idx: [B, T] document numbers of packed texts, which do not see each other.
             global_attention_mask: [B, T], 1 on tokens that see all others, and are seen by all, in layers with a window
                 or chunks (Beltagy et al. 2020, section 3.1); besides the first `num_global_tokens`.
@@ -404,10 +464,12 @@ class TriptychEncoderModel(TriptychStack):
         Raises:
             ValueError: an input has a wrong shape, an id is outside its table, or the batch is empty.
         """
-        if pixel_values is not None:
-            if not hasattr(self, "embed_patches"):
-                raise ValueError("`pixel_values` are given, but `input_type` is 'text', not 'image'.")
-            inputs_embeds = self.embed_patches(pixel_values)
+        grid = kwargs.pop("grid", None)
+        for name, values in (("pixel_values", pixel_values), ("input_features", input_features)):
+            if values is not None:
+                inputs_embeds, attention_mask, grid = self.perceive(
+                    name, values, attention_mask, interpolate_pos_encoding
+                )
         hidden_states = self.read(
             input_ids,
             inputs_embeds,
@@ -419,6 +481,7 @@ class TriptychEncoderModel(TriptychStack):
             global_attention_mask=global_attention_mask,
             perm_mask=perm_mask,
             target_mapping=target_mapping,
+            grid=grid,
             **{name: value for name, value in kwargs.items() if name not in ("use_cache", "is_causal")},
         )
         queries = 0 if target_mapping is None else target_mapping.shape[1]
@@ -514,6 +577,7 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
     def __init__(self, config: TriptychEncoderDecoderConfig):
         super().__init__(config)
         self.encoder = TriptychEncoderModel(config.encoder)
+        self.main_input_name = self.encoder.main_input_name
         self.decoder = TriptychDecoderModel(config.decoder)
         if config.share_embeddings:
             # The one table is registered once: two modules with one parameter could not be sharded (FSDP2).
@@ -522,11 +586,16 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
                 plan.pop("embed_tokens", None)
         self.post_init()
 
+    @property
+    def table_stack(self) -> TriptychStack:
+        """The stack that has the token table: the encoder where it reads texts, whose table may be shared."""
+        return self.decoder if self.encoder.embed_tokens is None else self.encoder
+
     def get_input_embeddings(self) -> nn.Module:
-        return self.encoder.embed_tokens
+        return self.table_stack.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module):
-        self.encoder.embed_tokens = value
+        self.table_stack.embed_tokens = value
 
     @can_return_tuple
     @renamed_cache
@@ -547,9 +616,12 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
         seq_idx: torch.Tensor | None = None,
         decoder_seq_idx: torch.Tensor | None = None,
         global_attention_mask: torch.Tensor | None = None,
+        pixel_values: torch.FloatTensor | None = None,
+        input_features: torch.FloatTensor | None = None,
+        interpolate_pos_encoding: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """Reads sources [B, S] and targets [B, T]; see the two stacks for the arguments.
+        """Reads sources [B, S], of any kind, and targets [B, T]; see the two stacks for the arguments.
 
         Returns:
             `last_hidden_state` [B, T, D] of the decoder, `encoder_last_hidden_state` [B, S, D'] and the `cache`.
@@ -565,6 +637,9 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
                 inputs_embeds=inputs_embeds,
                 seq_idx=seq_idx,
                 global_attention_mask=global_attention_mask,
+                pixel_values=pixel_values,
+                input_features=input_features,
+                interpolate_pos_encoding=interpolate_pos_encoding,
                 **kwargs,
             )
         elif not isinstance(encoder_outputs, ModelOutput):
@@ -576,6 +651,8 @@ class TriptychEncoderDecoderModel(TriptychPreTrainedModel):
             decoder_input_ids, decoder_inputs_embeds = None, self.encoder.look_up(decoder_input_ids)
         encoder_hidden_states = encoder_outputs.last_hidden_state
         batch_size, length = encoder_hidden_states.shape[:2]
+        if inputs_embeds is None:
+            attention_mask = self.encoder.token_mask(attention_mask)
         padding = attention_mask.bool() if attention_mask is not None and attention_mask.ndim == 2 else None
         decoder_outputs = self.decoder(
             input_ids=decoder_input_ids,

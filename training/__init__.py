@@ -4,8 +4,9 @@
 |---|---|
 | `recipe` | what a training is: one YAML file, with key=value changes |
 | `objectives` | what a model learns: head, columns, collator |
-| `data`, `dates`, `recall` | where examples come from: files, or generated dates and texts to recall from |
+| `data`, `dates`, `recall`, `digits` | where examples come from: files, or what is generated or comes along |
 | `tokenization`, `encoding`, `subwords` | from text to token ids, and tokenizers trained on the data |
+| `senses` | images, videos and recordings as model inputs |
 | `renaming`, `token_dropout` | other words, or none, in their places in each epoch |
 | `masking`, `corruption`, `permutation`, `language_modeling`, `labelling` | collators: from rows to model inputs |
 | `draws`, `padding` | what collators share: random numbers of an example, and tables of rows |

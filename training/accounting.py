@@ -21,6 +21,7 @@ for each of the forward: one for the gradient of either factor.
 import re
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -51,6 +52,7 @@ PART_NAMES = (
     "pooling",
 )
 BACKWARD = 2  # products for each of the forward
+PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, TriptychFeatureMap)
 
 
 @dataclass
@@ -222,11 +224,14 @@ def projection_flops(model: PreTrainedModel) -> Counter[str]:
     configs = stack_configs(model.config)
     counts = Counter()
     for name, module in model.named_modules():
-        is_product = isinstance(module, (nn.Linear, nn.Conv2d, TriptychFeatureMap)) and hasattr(module, "weight")
+        is_product = isinstance(module, PRODUCTS) and hasattr(module, "weight")
         if is_product and not is_once_a_text(model, name):
             stack = reader(name, list(configs))
             is_shared = configs[stack].share_layers and re.search(r"\blayers\.", name)
-            counts[stack] += 2 * module.weight.numel() * (configs[stack].num_hidden_layers if is_shared else 1)
+            times = configs[stack].num_hidden_layers if is_shared else 1
+            if isinstance(module, nn.Conv1d):  # of the first convolutions, several outputs become one token
+                times = prod(configs[stack].conv_stride[int(name.rpartition(".")[2]) + 1 :])
+            counts[stack] += 2 * module.weight.numel() * times
     return counts
 
 

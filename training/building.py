@@ -41,6 +41,7 @@ from triptych.training.objectives import (
 )
 from triptych.training.recipe import Recipe
 from triptych.training.renaming import RenamedExamples
+from triptych.training.senses import Processor, build_processor
 from triptych.training.sequence_distillation import teach_targets
 from triptych.training.streaming import StreamedExamples, first_window, open_stream
 from triptych.training.subwords import RegularizedPairs
@@ -53,6 +54,7 @@ class Parts:
     """All that a training runs on.
 
     Attributes:
+        tokenizer, processor: of texts, and of other inputs; None where there are none.
         model: freshly initialised, or loaded, with the head of the recipe's objective.
         train_loader: batches from a `TokenBatchSampler` whose count is a multiple of processes times accumulation.
         validation_loader: the same for validation, in any order.
@@ -62,7 +64,8 @@ class Parts:
     """
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
+    processor: Processor | None
     train_loader: DataLoader
     validation_loader: DataLoader
     fingerprint: str
@@ -84,7 +87,13 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     first = _read(recipe, task, "train")
     if recipe.distillation.teacher:
         first = _meet_teacher(recipe, task, first)
-    tokenizer = build_tokenizer(recipe.tokenizer, _texts(first, task), task.topology, task.extra_tokens)
+    sense, tokenizer, processor = task.objective.sense, None, None
+    if recipe.processor and not sense:
+        raise UserError(f"recipe key 'processor' must be empty, as {task.name} reads texts")
+    if sense:
+        processor = build_processor(recipe, sense)
+    if task.has_texts:
+        tokenizer = build_tokenizer(recipe.tokenizer, _texts(first, task), task.topology, task.extra_tokens)
     labels = label_names(task, first)
     model = build_model(recipe, task, tokenizer, labels)
     labels = list(model.config.label2id) if labels else []
@@ -110,13 +119,14 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     collator = task.collator(tokenizer)
     training_collator = collator
     if recipe.data.token_dropout:
-        if task.name == "multiple_choice":
-            raise UserError("recipe key 'data.token_dropout' must be 0, as multiple_choice has several texts a row")
+        if sense or task.name == "multiple_choice":
+            raise UserError(f"recipe key 'data.token_dropout' must be 0, as {task.name} has not one text a row")
         training_collator = TokenDropout(collator, tokenizer, recipe.data.token_dropout)
     updates = processes * recipe.gradient_accumulation_steps
     return Parts(
         model,
         tokenizer,
+        processor,
         build_loader(
             train,
             training_collator,
@@ -230,26 +240,39 @@ def _texts(examples: Dataset, task: Task) -> Iterator[str]:
 NOT_FIELDS = ("preset", "path", "topology", "attn_implementation")
 
 
-def build_model(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, labels: list[str]) -> PreTrainedModel:
-    """Return the objective's head with the recipe's fields and the tokenizer's ids, initialised or loaded.
-
-    Raises:
-        UserError: an unknown preset or field, or a value that the configuration refuses.
-    """
-    changes = {
+def text_fields(tokenizer: PreTrainedTokenizerBase, topology: str) -> dict[str, Any]:
+    """Return what a tokenizer says of a model's configuration."""
+    fields = {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    if task.topology == "encoder_decoder":
-        changes["decoder_start_token_id"] = tokenizer.bos_token_id
-    if task.topology == "encoder" and tokenizer.mask_token is not None:
-        changes["mask_token_id"] = tokenizer.mask_token_id
+    if topology == "encoder_decoder":
+        fields["decoder_start_token_id"] = tokenizer.bos_token_id
+    if topology == "encoder" and tokenizer.mask_token is not None:
+        fields["mask_token_id"] = tokenizer.mask_token_id
     if "token_type_ids" in tokenizer.model_input_names:
-        changes["type_vocab_size"] = 2
+        fields["type_vocab_size"] = 2
+    return fields
+
+
+def build_model(
+    recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase | None, labels: list[str]
+) -> PreTrainedModel:
+    """Return the objective's head with the recipe's fields and the tokenizer's ids, initialised or loaded.
+
+    Raises:
+        UserError: an unknown preset or field, or a value that the configuration refuses.
+    """
+    sense = task.objective.sense
+    changes = text_fields(tokenizer, task.topology) if task.has_texts else {}
+    if sense and task.topology == "encoder":
+        changes["input_type"] = sense
     given = {name: value for name, value in recipe.model.items() if name not in NOT_FIELDS}
     _check_model_fields(given, task.topology)
+    if sense and task.topology == "encoder_decoder":
+        given["encoder"] = {"input_type": sense, **given.get("encoder", {})}
     heads = {"num_labels": 1, "problem_type": "regression"} if task.name == "regression" else {}
     if labels:
         heads = {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}

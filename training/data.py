@@ -31,6 +31,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, load_datase
 from datasets.exceptions import DatasetGenerationError
 
 from triptych.training.dates import generate_dates
+from triptych.training.digits import SPOKEN_DIGITS, generate_moving, generate_sequences, load_spoken, load_written
 from triptych.training.errors import UserError, unknown_name
 from triptych.training.recall import generate_recall
 from triptych.training.recipe import DataRecipe, SourceRecipe
@@ -44,8 +45,8 @@ FORMAT_OF_ENDING = {
     ".parquet": "parquet",
     ".conllu": "conllu",
 }
-NOT_TEXT = ("label", "labels", "answer_start")
-LIST_COLUMNS = ("tokens", "labels", "choices")  # a list of texts; every other column is a text
+NOT_TEXT = ("label", "labels", "answer_start", "image", "video", "audio")
+LIST_COLUMNS = ("tokens", "labels", "choices", "video")  # a list of texts; every other column is a text
 
 
 def load_split(
@@ -70,6 +71,14 @@ def load_split(
         return generate_dates(split, recipe.dates[split], seed)
     if recipe.recall.sizes:
         return generate_recall(split, recipe.recall, seed)
+    if recipe.digits:
+        return load_written(recipe.digits[split])
+    if recipe.moving_digits:
+        return generate_moving(split, recipe.moving_digits[split], seed)
+    if recipe.spoken_sequences:
+        return generate_sequences(find_file(SPOKEN_DIGITS), split, recipe.spoken_sequences[split], seed)
+    if recipe.spoken_digits:
+        return load_spoken(find_file(SPOKEN_DIGITS), recipe.spoken_digits[split])
     return load_files(known[split], columns, optional, recipe)
 
 

@@ -25,14 +25,16 @@ class Encoder:
         pack: fill rows of running text with whole documents.
         parts: what the collator wants to know of running text: `word_ids` or `sentence_ids`.
         labels: names of the classes, in the order of their numbers.
+        processor: what prepares images or recordings.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     topology: str
     max_length: int | None = None
     pack: bool = False
     parts: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    processor: Any = None
 
     def __call__(self, *texts: list[str], **options: Any):
         return self.tokenizer(*texts, truncation=self.max_length is not None, max_length=self.max_length, **options)
@@ -116,13 +118,15 @@ def encode_sentences(examples: Columns, indices: list[int], encoder: Encoder) ->
 
 def encode_pairs(examples: Columns, encoder: Encoder) -> Columns:
     """Turn `source` into the encoder's input, or the beginning of a decoder's, and `target` into `labels`."""
+    return {"input_ids": encoder(examples["source"])["input_ids"], "labels": encode_targets(examples, encoder)}
+
+
+def encode_targets(examples: Columns, encoder: Encoder) -> list[list[int]]:
+    """Return the tokens of `target`, with the end of the text."""
     targets = encoder(examples["target"], add_special_tokens=False)["input_ids"]
     if encoder.max_length:
         targets = [ids[: encoder.max_length - 1] for ids in targets]
-    return {
-        "input_ids": encoder(examples["source"])["input_ids"],
-        "labels": [[*ids, encoder.tokenizer.eos_token_id] for ids in targets],
-    }
+    return [[*ids, encoder.tokenizer.eos_token_id] for ids in targets]
 
 
 def encode_classes(examples: Columns, encoder: Encoder) -> Columns:

@@ -22,17 +22,21 @@ from triptych.training.batching import build_loader, count_items
 from triptych.training.data import load_files, load_split
 from triptych.training.errors import BROKEN_FILES, UserError, as_user_error
 from triptych.training.metrics import compute
-from triptych.training.objectives import Task, build_examples, encode, has_classes, read_task
+from triptych.training.objectives import WRITING, Task, build_examples, encode, has_classes, read_task
 from triptych.training.recipe import RECIPE_FILE, Recipe, load_recipe
 
 # What is measured of each objective that predicts; the others are language models, measured by their likelihood.
 METRICS = {
     "seq2seq": ["exact_match", "bleu", "chrf", "rouge"],
+    "speech_to_text": ["exact_match", "bleu", "chrf"],
     "sequence_classification": ["accuracy", "f1", "matthews"],
     "regression": ["pearson"],
     "token_classification": ["accuracy"],
     "question_answering": ["span_f1"],
     "multiple_choice": ["accuracy"],
+    "image_classification": ["accuracy", "f1", "matthews"],
+    "video_classification": ["accuracy", "f1", "matthews"],
+    "audio_classification": ["accuracy", "f1", "matthews"],
 }
 
 
@@ -77,9 +81,27 @@ def generate_texts(
     return texts
 
 
+@torch.no_grad()
+def transcribe(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Dataset, recipe: Recipe, **options
+) -> list[str]:
+    """Return the text that `model` writes for each recording of `examples`; `options` are of `model.generate`."""
+    model.eval()
+    task = read_task(recipe)
+    rows = build_examples(task, encode(task, examples, tokenizer, recipe, []), tokenizer, recipe)
+    loader = build_loader(rows, task.collator(tokenizer), recipe.max_tokens, shuffle=False)
+    texts = [""] * len(rows)
+    for indices, batch in zip(loader.batch_sampler.batches, loader, strict=True):
+        inputs = {name: value.to(model.device) for name, value in batch.items() if name != "labels"}
+        written = tokenizer.batch_decode(model.generate(**inputs, **options), skip_special_tokens=True)
+        for index, text in zip(indices, written, strict=True):
+            texts[index] = text
+    return texts
+
+
 def evaluate_examples(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     examples: Dataset,
     recipe: Recipe,
     batch_size: int = 64,
@@ -92,8 +114,12 @@ def evaluate_examples(
         batch_size, **options: of `generate_texts`, where the objective is to write.
     """
     task = read_task(recipe)
-    if task.name == "seq2seq":
-        written = generate_texts(model, tokenizer, examples["source"], batch_size, **options)
+    if task.name in WRITING:
+        written = (
+            generate_texts(model, tokenizer, examples["source"], batch_size, **options)
+            if task.name == "seq2seq"
+            else transcribe(model, tokenizer, examples, recipe, **options)
+        )
         # force: that the text is tokenised already is what `tokenize: none` says.
         scores = compute(METRICS[task.name], written, list(examples["target"]), **vars(recipe.bleu), force=True)
         return {"examples": len(examples), **scores}
@@ -108,7 +134,7 @@ def evaluate_examples(
 
 def score_rows(model: PreTrainedModel, task: Task, rows: Any, collator: Callable, recipe: Recipe) -> dict[str, float]:
     """Return the measures of an objective that labels its input; none of one that writes or models language."""
-    if task.name not in METRICS or task.name == "seq2seq":
+    if task.name not in METRICS or task.name in WRITING:
         return {}
     predictions, references = [], []
     for outputs, batch in _outputs(model, rows, collator, recipe.max_tokens):
@@ -122,7 +148,7 @@ def score_rows(model: PreTrainedModel, task: Task, rows: Any, collator: Callable
         given = (batch["labels"] != IGNORE) | (batch["labels"].ndim == 1)
         predictions += chosen[given].tolist()
         references += batch["labels"][given].tolist()
-    options = {"average": "macro"} if task.name == "sequence_classification" else {}
+    options = {"average": "macro"} if "f1" in METRICS[task.name] else {}
     return compute(METRICS[task.name], predictions, references, **options)
 
 
@@ -195,8 +221,9 @@ def examples_to_score(
     return {name: load_split(recipe.data, name, *columns, recipe.seed) for name in names}, recipe
 
 
-def load_model(name: str, head: type | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer from a folder or the Hub, onto the device of this process; code is never run.
+def load_model(name: str, head: type | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a model and its tokenizer, if it reads texts, onto the device of this process, from a folder or the Hub,
+    whose code is never run.
 
     Args:
         head: the Auto class; by default the one that writes: an encoder-decoder or a decoder.
@@ -205,9 +232,10 @@ def load_model(name: str, head: type | None = None) -> tuple[PreTrainedModel, Pr
         UserError: there is no such model, it is of another kind, or its files are broken.
     """
     with as_user_error(f"model '{name}' cannot be loaded", *BROKEN_FILES):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if head is None:
-            is_pair = AutoConfig.from_pretrained(name, trust_remote_code=False).is_encoder_decoder
-            head = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            head = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        reads_text = getattr(config, "input_type", "text") == "text"
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False) if reads_text else None
         model = head.from_pretrained(name, trust_remote_code=False)
     return model.to(PartialState().device), tokenizer

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from triptych import TriptychConfig, import_model, modeling_triptych
 from triptych.auto_map import AUTO_CLASSES
 from triptych.configs import preset_names
+from triptych.sharing import input_type
 from triptych.training.accounting import Account, stack_configs
 from triptych.training.attention_maps import AttentionMaps, read_attention
 from triptych.training.converting import find_tokenizer
@@ -62,8 +63,8 @@ def read_texts(name: str, model: PreTrainedModel, text: str, target: str | None)
     """Maps of the attention to a text, with the tokenizer that lies beside the model."""
     if next(model.parameters()).is_meta:
         raise UserError(f"--text needs weights and a tokenizer, but '{name}' is a preset: give a trained model")
-    if getattr(model.config, "input_type", "text") == "image":
-        raise UserError(f"--text is for models that read texts, but '{name}' reads images")
+    if (read := input_type(model.config)) != "text":
+        raise UserError(f"--text is for models that read texts, but '{name}' reads {read}")
     tokenizer = find_tokenizer(name)
     if tokenizer is None:
         raise UserError(f"--text needs a tokenizer, but there is none beside '{name}'")
@@ -102,11 +103,11 @@ def load_subject(name: str) -> PreTrainedModel:
 
 
 def build_preset(name: str) -> PreTrainedModel:
-    """A shipped configuration as the language model of its topology, or as a plain encoder of images."""
+    """A shipped configuration as the language model of its topology, or as a plain encoder of what is not text."""
     config = TriptychConfig.from_preset(name)
     heads = {"encoder": "AutoModelForMaskedLM", "decoder": "AutoModelForCausalLM"}
     head = heads.get(config.topology, "AutoModelForSeq2SeqLM")
-    if getattr(config, "input_type", "text") == "image":
+    if config.topology == "encoder" and input_type(config) != "text":
         head = "AutoModel"
     with torch.device("meta"):
         return getattr(modeling_triptych, AUTO_CLASSES[config.topology][head])(config)

@@ -32,6 +32,7 @@ from triptych.training.errors import Failure, UserError
 from triptych.training.optimization import build_optimizer, build_schedule
 from triptych.training.recipe import Recipe
 from triptych.training.reporting import RunLog
+from triptych.training.senses import MODEL_INPUTS, input_size
 
 Batch = dict[str, Tensor]
 
@@ -337,7 +338,9 @@ class StopRequest:
 
 
 def count_tokens(batch: Batch) -> Tensor:
-    """Return how many input tokens of `batch` are no pads."""
-    mask = batch.get("attention_mask")
-    inputs = batch["input_ids"]
-    return torch.tensor(inputs.numel(), device=inputs.device) if mask is None else mask.sum()
+    """Return how many input tokens of `batch` are no pads; of images, how many pixels, and of recordings, frames."""
+    if "attention_mask" in batch:
+        return batch["attention_mask"].sum()
+    inputs = next(batch[name] for name in ("input_ids", *MODEL_INPUTS) if name in batch)
+    count = inputs.numel() if "input_ids" in batch else len(inputs) * input_size(inputs[0])
+    return torch.tensor(count, device=inputs.device)

@@ -13,6 +13,10 @@
 | `token_classification` | tokens, labels | |
 | `question_answering` | question, context, answer, answer_start | Rajpurkar et al. 2016, arXiv 1606.05250 |
 | `multiple_choice` | text, choices, label | |
+| `image_classification` | image, label | Dosovitskiy et al. 2021, arXiv 2010.11929 |
+| `video_classification` | video, label | Arnab et al. 2021, arXiv 2103.15691 |
+| `audio_classification` | audio, label | Radford et al. 2023, arXiv 2212.04356 |
+| `speech_to_text` | audio, target | the same |
 """
 
 import hashlib
@@ -25,17 +29,22 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 from transformers import (
+    AutoModelForAudioClassification,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForPreTraining,
     AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
     AutoModelForTokenClassification,
+    AutoModelForVideoClassification,
     PreTrainedTokenizerBase,
 )
 
+from triptych.configuration_senses import INPUTS
 from triptych.training.batching import Examples, side_lengths
 from triptych.training.corruption import DenoisingCollator, SpanCorruptionCollator
 from triptych.training.data import digest_of
@@ -66,6 +75,17 @@ from triptych.training.language_modeling import (
 from triptych.training.masking import MaskedLMCollator, NextSentencePairs
 from triptych.training.permutation import PermutationLMCollator
 from triptych.training.recipe import Recipe, convert_fields
+from triptych.training.senses import (
+    SenseClassificationCollator,
+    SpeechToTextCollator,
+    build_processor,
+    encode_images,
+    encode_recordings,
+    encode_transcripts,
+    encode_videos,
+    input_size,
+    processor_digest,
+)
 from triptych.training.tokenization import MASK, SENTINELS, SEP, tokenizer_digest
 
 
@@ -77,7 +97,8 @@ class Objective:
         heads: topology to the Auto class of its head; the first topology is the default.
         collator: of all topologies, or topology to its collator.
         columns, optional: what an example has.
-        encode: from columns of examples to columns of token ids.
+        encode: from columns of examples to columns of token ids, or of other inputs.
+        sense: what the model reads where that is not text, an `input_type`.
     """
 
     heads: dict[str, type]
@@ -85,6 +106,7 @@ class Objective:
     columns: tuple[str, ...]
     encode: Callable
     optional: tuple[str, ...] = ()
+    sense: str | None = None
 
     def collator_class(self, topology: str) -> type:
         """Return the class of the collator for a model of `topology`."""
@@ -143,7 +165,36 @@ OBJECTIVES = {
     "multiple_choice": Objective(
         {"encoder": AutoModelForMultipleChoice}, MultipleChoiceCollator, ("text", "choices", "label"), encode_choices
     ),
+    "image_classification": Objective(
+        {"encoder": AutoModelForImageClassification},
+        SenseClassificationCollator,
+        ("image", "label"),
+        encode_images,
+        sense="image",
+    ),
+    "video_classification": Objective(
+        {"encoder": AutoModelForVideoClassification},
+        SenseClassificationCollator,
+        ("video", "label"),
+        encode_videos,
+        sense="video",
+    ),
+    "audio_classification": Objective(
+        {"encoder": AutoModelForAudioClassification},
+        SenseClassificationCollator,
+        ("audio", "label"),
+        encode_recordings,
+        sense="audio",
+    ),
+    "speech_to_text": Objective(
+        {"encoder_decoder": AutoModelForSpeechSeq2Seq},
+        SpeechToTextCollator,
+        ("audio", "target"),
+        encode_transcripts,
+        sense="audio",
+    ),
 }
+WRITING = ("seq2seq", "speech_to_text")  # measured by what they write
 
 
 @dataclass(frozen=True)
@@ -161,13 +212,19 @@ class Task:
         return EXTRA_TOKENS.get(self.objective.collator_class(self.topology), [])
 
     @property
+    def has_texts(self) -> bool:
+        """Whether the model reads or writes texts."""
+        return self.objective.sense is None or self.name in WRITING
+
+    @property
     def head(self) -> type:
         """The Auto class of the model."""
         return self.objective.heads[self.topology]
 
-    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable:
-        """Return the objective's collator."""
-        return self.objective.collator_class(self.topology)(tokenizer, **self.options)
+    def collator(self, tokenizer: PreTrainedTokenizerBase | None) -> Callable:
+        """Return the objective's collator, which pads with the tokenizer, if there is one."""
+        arguments = [] if tokenizer is None else [tokenizer]
+        return self.objective.collator_class(self.topology)(*arguments, **self.options)
 
 
 def read_task(recipe: Recipe) -> Task:
@@ -190,8 +247,10 @@ def read_task(recipe: Recipe) -> Task:
     return Task(name, objective, topology, options | implied)
 
 
-def encode(task: Task, examples: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, labels: Sequence[str]):
-    """Return the rows of token ids that the task's collator reads.
+def encode(
+    task: Task, examples: Dataset, tokenizer: PreTrainedTokenizerBase | None, recipe: Recipe, labels: Sequence[str]
+):
+    """Return the rows of token ids, or of other inputs, that the task's collator reads.
 
     Args:
         labels: names of the classes, in the order of their numbers; empty where the objective has none.
@@ -206,7 +265,8 @@ def encode(task: Task, examples: Dataset, tokenizer: PreTrainedTokenizerBase, re
         for part, option in (("word_ids", "whole_word"), ("sentence_ids", "permute_sentences"))
         if task.options.get(option)
     )
-    encoder = Encoder(tokenizer, task.topology, data.max_length, data.pack, parts, tuple(labels))
+    processor = build_processor(recipe, task.objective.sense) if task.objective.sense else None
+    encoder = Encoder(tokenizer, task.topology, data.max_length, data.pack, parts, tuple(labels), processor)
     return examples.map(
         task.objective.encode,
         batched=True,
@@ -221,7 +281,8 @@ def encode(task: Task, examples: Dataset, tokenizer: PreTrainedTokenizerBase, re
 def _cache(folder: str, examples: Dataset, encoder: Encoder, name: str) -> dict[str, str]:
     """Return what makes `Dataset.map` keep its rows in a file that only the same examples and encoder find again."""
     settings = [name, encoder.topology, encoder.max_length, encoder.pack, encoder.parts, encoder.labels]
-    parts = [digest_of([examples]), tokenizer_digest(encoder.tokenizer), repr(settings), version("triptych")]
+    readers = [tokenizer_digest(encoder.tokenizer), processor_digest(encoder.processor)]
+    parts = [digest_of([examples]), *readers, repr(settings), version("triptych")]
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
     with as_user_error(f"recipe key 'data.cache': folder '{folder}' cannot be made"):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -230,29 +291,35 @@ def _cache(folder: str, examples: Dataset, encoder: Encoder, name: str) -> dict[
 
 def has_classes(task: Task) -> bool:
     """Whether the objective's labels are names of classes."""
-    return task.name in ("sequence_classification", "token_classification")
+    return task.name.endswith("_classification")
 
 
 def label_names(task: Task, examples: Dataset) -> list[str]:
     """Return the names of the classes that `examples` hold, sorted; none where the objective has no classes."""
     if not has_classes(task):
         return []
-    if task.name == "sequence_classification":
-        return sorted({str(label) for label in examples["label"]})
-    return sorted({label for labels in examples["labels"] for label in labels if label})
+    if task.name == "token_classification":
+        return sorted({label for labels in examples["labels"] for label in labels if label})
+    return sorted({str(label) for label in examples["label"]})
 
 
 def build_examples(
     task: Task, rows: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
 ) -> Examples | NextSentencePairs:
-    """Return rows of token ids with the seeds that they draw from and the lengths that batches are made by."""
+    """Return rows of model inputs with the seeds that they draw from and the lengths that batches are made by."""
     if task.name == "next_sentence":
         return NextSentencePairs(rows, tokenizer, recipe.data.max_length or 512, recipe.seed)
-    return Examples(rows, row_lengths(task, rows), recipe.seed)
+    lengths = row_lengths(task, rows)
+    return Examples(rows.with_format("numpy") if task.objective.sense else rows, lengths, recipe.seed)
 
 
 def row_lengths(task: Task, rows: Dataset) -> np.ndarray:
     """Return what each row costs in tokens, on each side that the model reads: [sides, rows]."""
+    if task.name == "speech_to_text":
+        return np.stack([np.array(rows["frames"]), *side_lengths(rows)])
+    if task.objective.sense:
+        values = np.array(rows[0][INPUTS[task.objective.sense][0]])
+        return np.full((1, len(rows)), input_size(values))  # one size for all
     lengths = side_lengths(rows)
     if task.name == "seq2seq" and task.topology == "decoder":
         return lengths.sum(0, keepdims=True)  # the target follows its source

@@ -65,7 +65,7 @@ class RecallRecipe:
 
 @dataclass
 class DataRecipe:
-    """Where the examples come from: files (`splits`), or generated dates (`dates`), one of the two.
+    """Where the examples come from: files (`splits`), or one of the sections of data that need none.
 
     Attributes:
         splits: split name to a file, to several (side by side where the objective reads several columns, else one
@@ -86,6 +86,8 @@ class DataRecipe:
             not, see `triptych.training.renaming`.
         dates: split name to number of examples, see `triptych.training.dates`.
         recall: another generated task, see `triptych.training.recall`.
+        digits, moving_digits, spoken_digits, spoken_sequences: split name to a share, a number of videos, a range of
+            recordings or a number of sequences, see `triptych.training.digits`.
     """
 
     splits: dict[str, str | list[str] | list[SourceRecipe]] = field(default_factory=dict)
@@ -104,10 +106,15 @@ class DataRecipe:
     keep_beside: list[str] = field(default_factory=list)
     dates: dict[str, int] = field(default_factory=dict)
     recall: RecallRecipe = field(default_factory=RecallRecipe)
+    digits: dict[str, list[float]] = field(default_factory=dict)
+    moving_digits: dict[str, int] = field(default_factory=dict)
+    spoken_digits: dict[str, list[int]] = field(default_factory=dict)
+    spoken_sequences: dict[str, int] = field(default_factory=dict)
 
     def named_splits(self) -> dict[str, Any]:
-        """Return what each split is: so many generated examples, or files."""
-        return self.dates or self.recall.sizes or self.splits
+        """Return what each split is: so many generated examples, a part of them, or files."""
+        made = self.dates, self.recall.sizes, self.digits, self.moving_digits, self.spoken_digits, self.spoken_sequences
+        return next((splits for splits in made if splits), self.splits)
 
 
 @dataclass
@@ -263,12 +270,14 @@ class Recipe:
             `attn_implementation`.
         attention_transfer: a trained model's folder; layers that are linear attention instead of its softmax learn to
             give its outputs, see `triptych.training.attention_transfer`.
+        processor: fields of what prepares images (transformers' `ViTImageProcessor`), videos
+            (`VideoMAEImageProcessor`) or recordings (`WhisperFeatureExtractor`); its sizes are the model's.
         output: the run's folder; null is `runs/NAME`.
         overwrite: replace a run that is there.
         seed: of first weights, the order of the data, what objectives draw, and dropout.
         max_steps: optimiser updates.
         max_tokens: a batch's padded size, in tokens, on either side; times `gradient_accumulation_steps` and
-            processes it is what an update sees.
+            processes it is what an update sees. Images count as pixels, and recordings as frames.
         gradient_accumulation_steps: batches of an update.
         length_noise: batches hold examples of like length; above 0 they mix, see `TokenBatchSampler`.
         optimizer: `adamw` (Loshchilov and Hutter 2019), or `muon` (Jordan et al. 2024) for the matrices of the layers
@@ -298,6 +307,7 @@ class Recipe:
     data: DataRecipe = field(default_factory=DataRecipe)
     tokenizer: TokenizerRecipe = field(default_factory=TokenizerRecipe)
     model: dict[str, Any] = field(default_factory=dict)
+    processor: dict[str, Any] = field(default_factory=dict)
     generation: GenerationRecipe = field(default_factory=GenerationRecipe)
     bleu: BleuRecipe = field(default_factory=BleuRecipe)
     attention_transfer: str | None = None
@@ -463,6 +473,8 @@ def _check_ranges(recipe: Recipe) -> None:
     counts |= {f"generation.{key}": getattr(recipe.generation, key) for key in ("num_beams", "max_new_tokens")}
     counts |= {f"data.dates.{key}": value for key, value in recipe.data.dates.items()}
     counts |= {f"data.recall.sizes.{key}": value for key, value in recipe.data.recall.sizes.items()}
+    for name in ("moving_digits", "spoken_sequences"):
+        counts |= {f"data.{name}.{key}": value for key, value in getattr(recipe.data, name).items()}
     counts["tokenizer.vocab_size"] = recipe.tokenizer.vocab_size
     counts |= {f"data.{key}": getattr(recipe.data, key) for key in ("max_length", "num_proc", "window")}
     for key, value in counts.items():
@@ -486,6 +498,8 @@ def _check_ranges(recipe: Recipe) -> None:
 
 def _check_data(data: DataRecipe) -> None:
     given = {"splits": data.splits, "dates": data.dates, "recall.sizes": data.recall.sizes}
+    digits = ("digits", "moving_digits", "spoken_digits", "spoken_sequences")
+    given |= {name: getattr(data, name) for name in digits}
     sections = [name for name, splits in given.items() if splits]
     _require(len(sections) == 1, "data", f"given by exactly one of {', '.join(given)}", sections)
     names = list(data.named_splits())

@@ -6,7 +6,7 @@
 | `run.json` | status, counters, seed, versions, what the data and the model were |
 | `metrics.jsonl`, `trackers/` | what was measured along the way |
 | `checkpoints/` | while it runs; gone once it has finished, as they take several times the model's space |
-| config, weights, tokenizer, `loss.png`, `README.md` | the final model and its card, once it has finished |
+| config, weights, tokenizer or processor, `loss.png`, `README.md` | the final model and its card |
 """
 
 import errno
@@ -33,7 +33,7 @@ from accelerate.utils import (
     set_seed,
 )
 from safetensors.torch import load_model
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from triptych.training.building import Parts, build_parts
 from triptych.training.checkpoints import MODEL, WEIGHTS, Checkpoints, describe
@@ -123,7 +123,7 @@ def train(recipe: Recipe) -> Run:
     # From here on processes draw different dropout masks.
     set_seed(recipe.seed, device_specific=True)
     with (
-        opened_folder(output, recipe, parts.tokenizer, facts, checkpoints, is_new=step is None),
+        opened_folder(output, recipe, parts, facts, checkpoints, is_new=step is None),
         RunLog(output, recipe.max_steps, accelerator, facts) as log,
     ):
         for problem in problems:
@@ -144,9 +144,10 @@ def run_loop(
         The final model's validation measures, and after which update it stood.
     """
     accelerator, output = checkpoints.accelerator, Path(recipe.output)
+    vocabulary = "" if parts.tokenizer is None else f"vocabulary {len(parts.tokenizer):,}, "
     log.say(
-        f"{parts.examples:,} training examples, vocabulary {len(parts.tokenizer):,}, {log.facts['parameters']:,} "
-        f"parameters, {accelerator.num_processes} process(es) on {accelerator.device}"
+        f"{parts.examples:,} training examples, {vocabulary}{log.facts['parameters']:,} parameters, "
+        f"{accelerator.num_processes} process(es) on {accelerator.device}"
     )
     model_class = type(parts.model)
     loop = TrainingLoop(recipe, parts, accelerator, checkpoints, log)
@@ -304,7 +305,7 @@ def flatten(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
 def opened_folder(
     output: Path,
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
+    parts: Parts,
     facts: dict[str, Any],
     checkpoints: Checkpoints,
     is_new: bool,
@@ -316,7 +317,7 @@ def opened_folder(
     if accelerator.is_main_process:
         with as_user_error(f"output folder '{output}' cannot be made"):
             if is_new:
-                begin_folder(output, tokenizer, facts)
+                begin_folder(output, parts, facts)
             save_recipe(recipe, output / f".{RECIPE_FILE}")
             (output / f".{RECIPE_FILE}").rename(output / RECIPE_FILE)
     accelerator.wait_for_everyone()
@@ -335,14 +336,16 @@ def opened_folder(
         raise
 
 
-def begin_folder(output: Path, tokenizer: PreTrainedTokenizerBase, facts: dict[str, Any]) -> None:
+def begin_folder(output: Path, parts: Parts, facts: dict[str, Any]) -> None:
     """Put a new run's folder in place of `output`, so that whatever is found there later is known as a run."""
     output = output.absolute()
     staging = output.with_name(f".{output.name}.new")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     write_whole(staging / RECORD_FILE, json.dumps({"status": RUNNING, **facts}, indent=1))
-    tokenizer.save_pretrained(staging)
+    for part in (parts.tokenizer, parts.processor):
+        if part is not None:
+            part.save_pretrained(staging)
     if output.exists():
         shutil.rmtree(output)
     staging.rename(output)

@@ -86,8 +86,10 @@ def train_tokenizer(
     )
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of all that decides which ids a text becomes."""
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return a hash of all that decides which ids a text becomes; nothing where there are no texts."""
+    if tokenizer is None:
+        return ""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = json.loads(backend.to_str()) if backend else {}
     # Set by whoever called the tokenizer last.

@@ -1,6 +1,6 @@
 """Encoders: BERT and what came after it."""
 
-from .tables import Architecture, Head, Row, Stacked, Weight
+from .tables import Architecture, Head, Pointwise, Row, Stacked, Weight
 
 # ---------------------------------------------------------------------------------------------------------------------
 # BERT (Devlin et al. 2019, arXiv 1810.04805)
@@ -361,6 +361,10 @@ VIT = Architecture(
     heads={
         "ViTModel": base_with_pooler(),
         "ViTForImageClassification": Head("TriptychEncoderForImageClassification", [CLASSIFIER]),
+        "ViTForMaskedImageModeling": Head(
+            "TriptychEncoderForMaskedImageModeling",
+            [Weight("vit.embeddings.mask_token", "mask_token"), Weight("decoder.0", "decoder", Pointwise())],
+        ),
     },
     weights=[
         Weight("embeddings.cls_token", "embed_patches.class_token"),
@@ -390,7 +394,7 @@ VIT = Architecture(
         "classifier_head": "linear",
     },
     read=lambda theirs: {"attention_bias": True if theirs.qkv_bias else "o"},
-    write=lambda ours: {"qkv_bias": ours.attention_bias is True},
+    write=lambda ours: {"qkv_bias": ours.attention_bias is True, "encoder_stride": ours.patch[0]},
     inert=["encoder_stride", "pooler_output_size"],
 )
 

@@ -87,6 +87,16 @@ class Row(Operation):
         return ours[0][None]
 
 
+class Pointwise(Operation):
+    """A projection that is kept as a convolution over one pixel."""
+
+    def split(self, theirs, config):
+        return [theirs.flatten(1) if theirs.ndim == 4 else theirs]
+
+    def join(self, ours, config):
+        return ours[0][..., None, None] if ours[0].ndim == 2 else ours[0]
+
+
 def outputs(projection: str, config: TriptychStackConfig) -> int:
     """How many rows a projection of ours has."""
     return {

@@ -23,7 +23,7 @@ except SuiteUnavailable as error:
 
 from common_tests import test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin
 from common_tests.test_configuration_common import ConfigTester
-from common_tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
+from common_tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor, random_attention_mask
 from common_tests.test_training_mixin import TrainingTesterMixin
 
 # The distributed tests of the suite run for the model types in these lists, or for all.
@@ -53,6 +53,17 @@ SKIPPED = {
         lambda case: True,
         "The source distribution has no `tests/generation`, so there is nothing to inherit.",
     ),
+    **dict.fromkeys(
+        ("test_inputs_embeds", "test_model_get_set_embeddings", "test_resize_tokens_embeddings", "test_tp_"),
+        (
+            lambda case: case.model_tester.input_type != "text",
+            "The suite takes any input for ids of tokens in a table.",
+        ),
+    ),
+    "test_eager_matches_sdpa_inference": (
+        lambda case: case.model_tester.input_type == "audio" and "pad_left" in case._testMethodName,
+        "Recordings are padded at their ends, and masks that say otherwise are refused.",
+    ),
     "test_tp_generation": (lambda case: case.topology == "encoder", "A masked language model does not generate."),
 }
 
@@ -73,6 +84,7 @@ class ModelTester:
     batch_size = 5
     seq_length = encoder_seq_length = 7
     decoder_seq_length = 7
+    image_size, patch_size, num_masks, mask_length = 6, 2, 4, 9
     num_choices = 4
     hidden_size = TINY["hidden_size"]
     num_hidden_layers = TINY["num_hidden_layers"]
@@ -81,6 +93,9 @@ class ModelTester:
     def __init__(self, topology: str, fields: dict):
         self.topology = topology
         self.fields = fields
+        self.input_type = fields.get("input_type", "text")
+        if self.input_type == "image":
+            self.seq_length = self.encoder_seq_length = self.mask_length + 1
         # What the suite trains and runs on two ranks. But for `generate()`, nothing there asks that it be causal.
         self.causal_lm_class = {
             "encoder": triptych.TriptychForMaskedLM,
@@ -92,13 +107,21 @@ class ModelTester:
         return triptych.TriptychConfig(topology=self.topology, **{**TINY, **self.fields})
 
     def prepare_config_and_inputs_for_common(self) -> tuple[triptych.TriptychConfig, dict[str, torch.Tensor]]:
-        """The configuration, and token ids and masks with pads anywhere."""
-        inputs = {}
+        """The configuration, and token ids and masks with pads anywhere; or what else the encoder reads."""
+        inputs, config = {}, self.get_config()
+        if self.input_type == "audio":
+            frames = 2 * self.seq_length - 2  # two become one token, behind the class token
+            inputs["input_features"] = floats_tensor([self.batch_size, config.num_mel_bins, frames])
+        elif self.input_type == "image":
+            sides = [self.image_size, self.image_size]
+            inputs["pixel_values"] = floats_tensor([self.batch_size, config.num_channels, *sides])
+        if inputs:
+            return config, inputs
         for side in ("", "decoder_") if self.topology == "encoder_decoder" else ("",):
             shape = [self.batch_size, self.decoder_seq_length if side else self.seq_length]
             inputs[f"{side}input_ids"] = ids_tensor(shape, TINY["vocab_size"])
             inputs[f"{side}attention_mask"] = random_attention_mask(shape)
-        return self.get_config(), inputs
+        return config, inputs
 
 
 class Conformance(ModelTesterMixin, test_tensor_parallel_mixin.TensorParallelTesterMixin):
@@ -134,9 +157,15 @@ class Conformance(ModelTesterMixin, test_tensor_parallel_mixin.TensorParallelTes
 
     @property
     def all_model_classes(self) -> tuple[type, ...]:
-        """Every registered class of the topology that reads text."""
-        classes = [getattr(triptych, name) for name in AUTO_CLASSES[self.topology].values()]
-        return tuple(model_class for model_class in classes if model_class.main_input_name == "input_ids")
+        """Every registered class of the topology that reads what the mixture does; base models read anything."""
+        names = dict.fromkeys(AUTO_CLASSES[self.topology].values())
+        classes = [getattr(triptych, name) for name in names]
+        reads = self.model_tester.input_type
+        return tuple(
+            model_class
+            for model_class in classes
+            if model_class.__name__.endswith("Model") or getattr(model_class, "input_type", "text") == reads
+        )
 
     def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
         """The suite knows no labels for BERT's two tasks."""
@@ -164,6 +193,28 @@ class Conformance(ModelTesterMixin, test_tensor_parallel_mixin.TensorParallelTes
 
 class EncoderTest(Conformance, TrainingTesterMixin, unittest.TestCase):
     topology = "encoder"
+
+
+class ImageTest(Conformance, unittest.TestCase):
+    """ViT and its kind."""
+
+    topology = "encoder"
+    fields = dict(
+        input_type="image",
+        image_size=ModelTester.image_size,
+        patch_size=ModelTester.patch_size,
+        num_channels=2,
+        position_embedding_type="learned",
+        norm_position="pre",
+        classifier_head="linear",
+    )
+
+
+class AudioTest(Conformance, unittest.TestCase):
+    """The encoder of Whisper and its kind."""
+
+    topology = "encoder"
+    fields = dict(input_type="audio", num_mel_bins=5, norm_position="pre", hidden_act="gelu", pooling="mean")
 
 
 class DecoderTest(Conformance, TrainingTesterMixin, test_fsdp_mixin.FSDPTesterMixin, unittest.TestCase):

@@ -165,6 +165,8 @@ def build_source(model_type: str, variant: str, name: str) -> PreTrainedModel:
     settings = dict(SOURCES[model_type][variant])
     if (model_type, variant) == ("t5", "1.1"):
         settings["tie_word_embeddings"] = False  # to T5's configuration this means unscaled logits
+    if name == "ViTForMaskedImageModeling":
+        settings |= dict(image_size=12, encoder_stride=4)  # theirs are squares
     labels = 2 if name.endswith(("ForQuestionAnswering", "ForPreTraining")) else LABELS
     config = model_class.config_class(**settings, num_labels=labels)
     model = model_class(config).eval()

@@ -100,7 +100,12 @@ ODD = {
     "input_type": "image",
     "image_size": [32, 48],
     "patch_size": 8,
+    "patch_stride": 8,
     "num_channels": 1,
+    "num_frames": 8,
+    "tubelet_size": 4,
+    "num_mel_bins": 40,
+    "conv_stride": [2, 2, 1],
     "class_token": False,
     "is_causal": False,
     "add_cross_attention": True,
@@ -489,9 +494,10 @@ def test_presets_load_and_build(name, tmp_path):
     """Every preset round-trips, and builds under each of its Auto classes without taking memory."""
     config = TriptychConfig.from_preset(name)
     assert_round_trips(config, tmp_path)
-    is_image = getattr(config, "input_type", "text") == "image"
+    input_type = getattr(config, "input_type", "text")
     for auto_class, class_name in AUTO_CLASSES[config.topology].items():
-        if getattr(triptych, class_name).main_input_name != ("pixel_values" if is_image else "input_ids"):
+        is_base = class_name.endswith("Model")
+        if not is_base and getattr(getattr(triptych, class_name), "input_type", "text") != input_type:
             continue  # heads of images for images, and of texts for texts
         with torch.device("meta"):
             model = getattr(transformers, auto_class).from_config(config)

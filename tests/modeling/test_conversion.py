@@ -25,7 +25,8 @@ def tokens(*lengths: int) -> list[torch.Tensor]:
 def batch_for(name: str, config, side: str = "right", sources=None) -> dict:
     """A padded batch of the inputs that a class of theirs takes, without labels."""
     if name.startswith("ViT"):
-        return dict(pixel_values=torch.randn(3, config.num_channels, *config.image_size))
+        sides = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
+        return dict(pixel_values=torch.randn(3, config.num_channels, *sides))
     ids, mask = pad_rows(sources or tokens(*LENGTHS), side)
     ids = ids.masked_fill(mask == 0, config.pad_token_id)
     batch = dict(input_ids=ids, attention_mask=mask)
@@ -44,6 +45,8 @@ def real_tokens(batch: dict) -> torch.Tensor | None:
 
 
 def labels_for(name: str, batch: dict) -> dict:
+    if name.endswith("ForMaskedImageModeling"):
+        return dict(bool_masked_pos=torch.rand(3, 9) < 0.6)
     if "pixel_values" in batch:
         return dict(labels=torch.randint(0, LABELS, (3,))) if name.endswith("Classification") else {}
     ids, rows = batch["input_ids"], len(batch["input_ids"])
@@ -70,7 +73,9 @@ def labels_for(name: str, batch: dict) -> dict:
 # What their outputs are called here.
 OUTPUTS = {"sop_logits": "seq_relationship_logits"}
 OUTPUTS |= {name: name for name in ("logits", "prediction_logits", "seq_relationship_logits")}
-OUTPUTS |= {name: name for name in ("start_logits", "end_logits", "last_hidden_state", "pooler_output")}
+OUTPUTS |= {
+    name: name for name in ("start_logits", "end_logits", "last_hidden_state", "pooler_output", "reconstruction")
+}
 
 
 def compare(mine, other, real: torch.Tensor | None):

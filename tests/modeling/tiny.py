@@ -46,6 +46,13 @@ DELTA = dict(
     linear_conv_kernel=3,
     linear_output_gate=True,
 )
+# What an encoder can read beside texts: 8 patches of 3 x 4 pixels, twice as many tubelets, mel bins.
+IMAGES = dict(input_type="image", image_size=[8, 12], patch_size=[4, 3], num_channels=2)
+SENSES = {
+    "image": IMAGES,
+    "video": {**IMAGES, "input_type": "video", "num_frames": 4, "tubelet_size": 2},
+    "audio": dict(input_type="audio", num_mel_bins=6),
+}
 SIDES = ("left", "right", "inside")
 
 # What a language model of each topology is called.
@@ -98,6 +105,14 @@ def randomised(model: nn.Module, std: float = 0.2) -> nn.Module:
 def random_tokens(*shape: int) -> torch.Tensor:
     """Token ids that are no special tokens."""
     return torch.randint(3, VOCAB, shape)
+
+
+def sense_inputs(config: TriptychConfig, batch_size: int = 2, frames: int = 9) -> dict[str, torch.Tensor]:
+    """A random batch of what an encoder with this configuration reads beside texts."""
+    if config.input_type == "audio":
+        return dict(input_features=torch.randn(batch_size, config.num_mel_bins, frames))
+    *time, height, width = config.input_sizes
+    return dict(pixel_values=torch.randn(batch_size, *time, config.num_channels, height, width))
 
 
 def pad_rows(rows: list[torch.Tensor], side: str, extra: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

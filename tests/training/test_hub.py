@@ -16,7 +16,17 @@ from triptych.auto_map import AUTO_CLASSES
 
 ANN, ANN_READS, BOB = "hf_ann_may_write", "hf_ann_may_read", "hf_bob_may_write"
 USERS = {ANN: ("ann", "write"), ANN_READS: ("ann", "read"), BOB: ("bob", "write")}
-IMAGES = dict(input_type="image", image_size=8, patch_size=4, position_embedding_type="learned")
+IMAGES = dict(input_type="image", image_size=8, patch_size=4)
+VIDEOS = dict(input_type="video", image_size=8, patch_size=4, num_frames=2)
+RECORDINGS = dict(input_type="audio", num_mel_bins=6)
+READS = {
+    "AutoModelForImageClassification": IMAGES,
+    "AutoModelForMaskedImageModeling": IMAGES,
+    "AutoModelForVideoClassification": VIDEOS,
+    "AutoModelForAudioClassification": RECORDINGS,
+    "AutoModelForImageTextToText": {"encoder": IMAGES},
+    "AutoModelForSpeechSeq2Seq": {"encoder": RECORDINGS},
+}
 HEADS = [(topology, auto_class) for topology, classes in AUTO_CLASSES.items() for auto_class in classes]
 
 
@@ -68,10 +78,9 @@ def run_folder(tmp_path):
 
 @pytest.mark.parametrize("topology, auto_class", HEADS)
 def test_each_head_is_pushed_and_loaded(hub, client, topology, auto_class):
-    changes = IMAGES if auto_class == "AutoModelForImageClassification" else {}
-    pushed = client.run(f"result = push({auto_class!r}, {topology!r}, **{changes})", ANN)
+    pushed = client.run(f"result = push({auto_class!r}, {topology!r}, **{READS.get(auto_class, {})})", ANN)
     assert client.run(f"result = load({auto_class!r})") == pushed
-    is_writer = auto_class in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+    is_writer = "ForCausalLM" in auto_class or (topology == "encoder_decoder" and auto_class != "AutoModel")
     names = ["README.md", "config.json", *["generation_config.json"] * is_writer, "model.safetensors"]
     assert sorted(hub.files("ann/model")) == names
     card = hub.files("ann/model")["README.md"].decode()

@@ -21,11 +21,15 @@ from triptych.training.run import train
 
 MEASURES = {
     "seq2seq": {"exact_match", "bleu", "chrf", "rougeL"},
+    "speech_to_text": {"exact_match", "bleu", "chrf"},
     "sequence_classification": {"accuracy", "f1", "matthews"},
     "regression": {"pearson"},
     "token_classification": {"accuracy"},
     "question_answering": {"span_f1", "span_exact_match"},
     "multiple_choice": {"accuracy"},
+    "image_classification": {"accuracy", "f1", "matthews"},
+    "video_classification": {"accuracy", "f1", "matthews"},
+    "audio_classification": {"accuracy", "f1", "matthews"},
     "causal_lm": {"perplexity", "bits_per_byte"},
 }
 
