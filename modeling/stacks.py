@@ -191,7 +191,7 @@ class TriptychStack(TriptychPreTrainedModel):
         hidden_states: torch.Tensor,
         position_ids: torch.Tensor,
         token_type_ids: torch.Tensor | None,
-        grid: tuple[int, ...] | None,
+        grid: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """Input of the first layer [B, T, D]: tokens plus positions plus types, normalised, projected, dropped out."""
         if self.config.position_embedding_type in ("sinusoidal", "learned"):

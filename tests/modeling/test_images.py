@@ -87,7 +87,7 @@ def test_sinusoids_of_two_axes_are_those_of_mae():
     theirs.initialize_weights()
     assert_equal(model.positions(torch.arange(17)[None], (4, 4)), theirs.position_embeddings)
     states = torch.zeros(1, 9, 32)
-    assert_equal(model.add_positions(states, torch.arange(9)[None], None, None)[0, 0], torch.zeros(32))
+    assert_equal(model.add_positions(states, torch.arange(9)[None], None)[0, 0], torch.zeros(32))
 
 
 def test_rotations_of_two_axes_are_those_of_rope_vit():
