@@ -26,7 +26,7 @@ class TriptychPatchEmbedding(nn.Module):
         Raises:
             ValueError: images of another size, or with other channels, than the configuration says.
         """
-        if pixel_values.shape[1:] != self.shape or not len(pixel_values):
+        if pixel_values.shape[1:] != self.shape or not pixel_values.shape[0]:
             raise ValueError(
                 f"`pixel_values` has shape {list(pixel_values.shape)}, but must be a batch of images "
                 f"{list(self.shape)}, as `num_channels` and `image_size` say."
@@ -34,4 +34,4 @@ class TriptychPatchEmbedding(nn.Module):
         patches = self.projection(pixel_values).flatten(2).transpose(1, 2)
         if not hasattr(self, "class_token"):
             return patches
-        return torch.cat((self.class_token.expand(len(patches), -1, -1), patches), dim=1)
+        return torch.cat((self.class_token.expand(patches.shape[0], -1, -1), patches), dim=1)
