@@ -248,6 +248,14 @@ class GenerativeHead(LanguageModelHead, GenerationMixin):
     def to_table(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.embed_out(hidden_states) if hasattr(self, "embed_out") else hidden_states
 
+    def prepare_inputs_for_generation(self, *args, **kwargs) -> dict:
+        """As in transformers; but peft 0.21, which puts a method of its own around it to learn prompts, looks for the
+        cache by its former name."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if "prepare_inputs_for_generation" in vars(self) and "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
+
     def create_masks_for_generate(self, attention_mask: torch.Tensor | None, cache: Cache, **kwargs):
         """With a static cache, masks are still composed by the forward, from a 2D mask of one fixed length."""
         if attention_mask is None:
