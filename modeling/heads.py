@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, D hidden_size, E embedding_size, V vocabulary.
 """
 
+import functools
 from typing import Unpack
 
 import torch
@@ -248,9 +249,9 @@ class GenerativeHead(LanguageModelHead, GenerationMixin):
     def to_table(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.embed_out(hidden_states) if hasattr(self, "embed_out") else hidden_states
 
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate() reads the signature
     def prepare_inputs_for_generation(self, *args, **kwargs) -> dict:
-        """As in transformers; but peft 0.21, which puts a method of its own around it to learn prompts, looks for the
-        cache by its former name."""
+        # peft 0.21 puts a method of its own around this one, which looks for the cache by its former name.
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         if "prepare_inputs_for_generation" in vars(self) and "cache" in inputs:
             inputs["past_key_values"] = inputs.pop("cache")

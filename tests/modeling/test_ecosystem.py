@@ -12,6 +12,8 @@ from safetensors import safe_open
 from tiny import DELTA, TOPOLOGIES, Ragged, random_tokens, tiny_model
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
+from triptych.auto_map import AUTO_CLASSES
+
 TWO_PROCESSES = Path(__file__).with_name("load_on_two_processes.py")
 
 
@@ -169,6 +171,26 @@ def test_learnt_prompts_train_and_generate(topology, tuner):
     with torch.no_grad():
         assert torch.equal(generated[:, -4:], tokens_one_by_one(adapted, prompt, 4))
     assert not torch.equal(generated, plain)
+
+
+@pytest.mark.parametrize("topology", ["decoder", "encoder_decoder"])
+def test_generation_from_embeddings(topology):
+    """generate() refuses them where the method that prepares its inputs does not name them."""
+    model, ids = tiny_model(topology), random_tokens(2, 5)
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
+    expected = model.generate(ids, **settings)[:, -3:]
+    embeddings = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embeddings, **settings)[:, -3:], expected)
+
+
+def test_architectures_are_found_by_their_names():
+    """`transformers serve` and TRL ask transformers itself for the class that a configuration names."""
+    names = [name for classes in AUTO_CLASSES.values() for name in classes.values()]
+    found = (
+        "import sys, triptych, transformers; print(*(getattr(transformers, name).__name__ for name in sys.argv[1:]))"
+    )
+    result = subprocess.run([sys.executable, "-c", found, *names], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == names
 
 
 HYBRID = {
