@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
+NEIGHBOURS := $(VENV)/.neighbours
+INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 PYTEST := $(VENV)/bin/python -m pytest
 
-.PHONY: demo test test-slow test-data lint bench pictures reference clean
+.PHONY: demo test test-slow test-data test-neighbours lint bench pictures reference clean
 
 demo: $(READY)  ## train, evaluate and show the small model of dates
 	$(VENV)/bin/triptych demo
@@ -17,6 +19,9 @@ test-slow: $(READY)  ## what takes longer: compiled kernels and steps, the full 
 
 test-data: $(READY)  ## what reads the corpora in the folder TRIPTYCH_DATA
 	$(PYTEST) -m data
+
+test-neighbours: $(NEIGHBOURS)  ## the family inside other tools (docs/neighbours.md), which it installs
+	$(PYTEST) -m neighbours
 
 bench: $(READY)  ## the family beside transformers' own models, on this machine
 	$(VENV)/bin/triptych bench
@@ -40,5 +45,9 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(INSTALL) '.[test]'
+	touch $@
+
+$(NEIGHBOURS): $(READY)
+	$(INSTALL) '.[test,neighbours]'
 	touch $@

@@ -4,6 +4,8 @@ Importing this package registers the family with the Auto classes, and tasks wit
 again changes nothing.
 """
 
+import sys
+
 import transformers
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -83,6 +85,9 @@ def _register():
         for auto_class, name in classes.items():
             model_class = getattr(modeling_triptych, name)
             getattr(transformers, auto_class).register(TOPOLOGIES[topology], model_class, exist_ok=True)
+            # There `transformers serve` and TRL look for an architecture; transformers makes its module anew while it
+            # loads, so that the one imported above need not be it.
+            setattr(sys.modules["transformers"], name, model_class)
     # Trainer's label smoothing looks here to know that this head's labels are still to be shifted, and the pipeline of
     # speech recognition that this one generates.
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["triptych"] = "TriptychForCausalLM"

@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, D hidden_size, E embedding_size, V vocabulary.
 """
 
+import functools
 from typing import Unpack
 
 import torch
@@ -266,6 +267,14 @@ class GenerativeHead(LanguageModelHead, GenerationMixin):
                 raise ValueError(
                     f"`generation_config.{name}` is {value!r}, but must be a whole number of at most {most}."
                 )
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate() reads the signature
+    def prepare_inputs_for_generation(self, *args, **kwargs) -> dict:
+        # peft 0.21 puts a method of its own around this one, which looks for the cache by its former name.
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if "prepare_inputs_for_generation" in vars(self) and "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
 
     def create_masks_for_generate(self, attention_mask: torch.Tensor | None, cache: Cache, **kwargs):
         """With a static cache, masks are still composed by the forward, from a 2D mask of one fixed length."""

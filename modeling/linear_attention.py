@@ -107,7 +107,7 @@ def linear_attention(
     scores = (query @ key.mT) * between
     scores = scores if includes_itself else scores.tril(-1)
     query, key = query * at_token, (key * to_end).mT
-    over_chunk = over_chunk.expand(len(query), *over_chunk.shape[1:])
+    over_chunk = over_chunk.expand(query.shape[0], *over_chunk.shape[1:])
     outputs = []
     # Unbound, as the gradient of a single chunk taken by its index would be of the size of all.
     tables = [query, key, scores, written, over_chunk, *([] if reads is None else [reads])]
@@ -169,7 +169,7 @@ class TriptychShortConvolution(nn.Module):
         taps, length = self.weight.shape[-1], states.shape[1]
         before = taps - 1 if is_causal else taps // 2
         if past is None:
-            past = states.new_zeros(len(states), before, states.shape[2])
+            past = states.new_zeros(states.shape[0], before, states.shape[2])
         states = torch.cat((past, states), dim=1)
         order, documents = None, text.documents
         if text.padding is not None:

@@ -179,7 +179,7 @@ def next_token_labels(
         return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     real = torch.ones_like(labels, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     slots = torch.arange(labels.shape[1], device=labels.device)
-    last_real = torch.where(real, slots, -1).cummax(-1).values
+    last_real = torch.where(real, slots, -1).cummax(-1)[0]
     previous = F.pad(last_real[:, :-1], (1, 0), value=-1)  # the real token before each slot
     is_predicted = real & (previous >= 0)
     previous = previous.clamp(min=0)
@@ -233,7 +233,7 @@ def span_loss(
 
     def end_loss(name: str, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         positions = positions.view(-1)
-        if len(positions) != len(logits):
+        if positions.shape[0] != logits.shape[0]:
             raise ValueError(f"`{name}` has shape [{len(positions)}], but must be [{len(logits)}].")
         outside = (positions < 0) | (positions >= logits.shape[-1])
         return cross_entropy(logits, positions.masked_fill(outside, IGNORE), num_items_in_batch)

@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def length(self) -> int:
-        return len(self.query_slots)
+        return self.query_slots.shape[0]
 
     def rank(self, batch: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return slot if self.ranks is None else self.ranks[batch, slot]
@@ -150,7 +150,8 @@ def read_layout(
     past = cache.get_seq_length() if cache is not None else 0
     query_slots = torch.arange(length, device=device) + past
     # A static cache counts in a tensor, which a compiled graph must not read: there, nothing is known of the past.
-    known_past = past if isinstance(past, int) else None if is_tracing(tokens) else int(past)
+    is_number = isinstance(past, (int, torch.SymInt))
+    known_past = past if is_number else None if is_tracing(tokens) else int(past)
 
     padding = custom = None
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -172,7 +173,7 @@ def read_layout(
     elif ranks is None and known_past == 0 and not is_plain(position_ids):
         # Positions of the caller's own choice also place the keys, as far as distances are concerned.
         ranks, is_continuable, is_in_order = position_ids.to(device).expand(batch_size, -1), False, False
-    remember(cache, known_past, is_continuable)
+    remember(cache, known_past, is_continuable or is_tracing(tokens))  # a graph cannot look whether it is
     position_ids = position_ids.to(device)
     tables = dict(padding=padding, documents=documents, ranks=ranks, prefix=prefix, custom=custom)
     return Layout(query_slots, position_ids, batch_size, **tables, is_in_order=is_in_order)
@@ -220,7 +221,7 @@ def two_streams(layout: Layout, perm_mask: torch.Tensor | None, targets: torch.T
     sees a query. So the content stream h and the query stream g are one text for the layers.
     """
     batch_size, queries = targets.shape
-    length = len(layout.query_slots)
+    length = layout.length
     slots = torch.cat((layout.query_slots.expand(batch_size, -1), targets), dim=1)  # [B, T + P] where each one stands
     own = slots[:, :, None] == layout.query_slots  # [B, T + P, T]
     sees = ~own
@@ -304,9 +305,9 @@ def read_prefix(prefix_length, padding, documents, ranks, query_slots, known_pas
     if documents is not None:
         raise ValueError("`prefix_length` cannot be combined with packed documents.")
     if ranks is None:  # a compiled step, which knows no past, asks only for slots behind the prefix
-        ranks = torch.arange((known_past or 0) + len(query_slots), device=query_slots.device)[None]
+        ranks = torch.arange((known_past or 0) + query_slots.shape[0], device=query_slots.device)[None]
     if known_past is not None:
-        at_once = known_past or len(query_slots)
+        at_once = known_past or query_slots.shape[0]
         seen = torch.full_like(prefix_length, at_once) if padding is None else padding[:, :at_once].sum(-1)
         if bool((prefix_length > seen).any()):
             raise ValueError(
@@ -352,7 +353,7 @@ def text_lengths(ranks: torch.Tensor, documents: torch.Tensor | None) -> torch.T
         return (ranks[:, -1:] + 1).expand_as(ranks)
     is_end = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
     places = torch.arange(is_end.shape[1], device=is_end.device)
-    ends = torch.where(is_end, places, len(places)).flip(1).cummin(1).values.flip(1)
+    ends = torch.where(is_end, places, places.shape[0]).flip(1).cummin(1)[0].flip(1)
     return ranks.gather(1, ends) + 1
 
 
@@ -365,7 +366,7 @@ def rank_tokens(padding: torch.Tensor | None, documents: torch.Tensor | None) ->
     if documents is not None:
         is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         # The count of real tokens before the document, carried along it.
-        before = torch.where(is_start, real.cumsum(-1) - real, 0).cummax(-1).values
+        before = torch.where(is_start, real.cumsum(-1) - real, 0).cummax(-1)[0]
         ranks = (real.cumsum(-1) - 1 - before).clamp(min=0)
     return ranks
 
@@ -489,7 +490,7 @@ def permutation_rule(sees: Callable, layout: Layout) -> Callable:
     """`sees` within the permutation. A query that would see nothing, as the first of an order, sees itself instead:
     over nothing, a softmax is NaN in one backend, zero in the next, and in another the mean of all that is hidden."""
     slots = layout.query_slots
-    batch = torch.arange(len(layout.permutation), device=slots.device)[:, None, None]
+    batch = torch.arange(layout.permutation.shape[0], device=slots.device)[:, None, None]
     visible = layout.permutation & sees(batch, 0, slots[:, None], slots)  # [B, S, S]
     if layout.padding is not None:
         visible &= layout.padding[:, None]

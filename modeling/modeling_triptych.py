@@ -325,7 +325,7 @@ class TriptychForConditionalGeneration(GenerativeHead):
         options = take_loss_options(kwargs)
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-            may_stop = decoder_attention_mask is None and self.config.decoder.is_causal
+            may_stop = decoder_attention_mask is None and cache is None and self.config.decoder.is_causal
             if may_stop and not self.gives_logits(options.get("output_logits")):
                 # Behind the last label nothing is asked, and nothing before it looks there.
                 decoder_attention_mask = (labels != IGNORE).flip(1).cumsum(1).flip(1) > 0

@@ -28,7 +28,7 @@ class SenseEmbedding(nn.Module):
         """[B, N, E] to [B, 1 + N, E], or as they are if there is none."""
         if not hasattr(self, "class_token"):
             return tokens
-        return torch.cat((self.class_token.expand(len(tokens), -1, -1), tokens), dim=1)
+        return torch.cat((self.class_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
 
     def token_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
         """Which tokens are real, from the mask that the input came with."""
@@ -60,7 +60,7 @@ class TriptychPatchEmbedding(SenseEmbedding):
         channels, sizes = pixel_values.shape[1:2], tuple(pixel_values.shape[2:])
         if is_video and pixel_values.ndim == 5:
             channels, sizes = pixel_values.shape[2:3], (pixel_values.shape[1], *pixel_values.shape[3:])
-        is_batch = len(sizes) == config.position_axes and len(pixel_values) and channels == (config.num_channels,)
+        is_batch = len(sizes) == config.position_axes and pixel_values.shape[0] and channels == (config.num_channels,)
         if not is_batch or not (config.is_covered(sizes) if may_differ else sizes == config.input_sizes):
             self.refuse(pixel_values, may_differ)
         return config.grid_of(sizes)

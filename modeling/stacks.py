@@ -163,7 +163,7 @@ class TriptychStack(TriptychPreTrainedModel):
             queries = self.embed(torch.full_like(targets, self.config.mask_token_id), None)
             hidden_states = torch.cat((hidden_states, queries), dim=1)
         if token_type_ids is not None:
-            types = token_type_ids.expand(len(targets), -1)
+            types = token_type_ids.expand(targets.shape[0], -1)
             token_type_ids = torch.cat((types, types.gather(1, targets.to(types.device))), dim=1)
         return hidden_states, token_type_ids, two_streams(layout, perm_mask, targets)
 

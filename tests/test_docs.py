@@ -41,7 +41,8 @@ from triptych.training.tokenization import train_tokenizer
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-ON_THE_HUB = "docs/first-steps.md"  # test_hub.py runs it, beside a Hub
+# Run beside a Hub, by test_hub.py, and beside the tools that it is about, by tests/neighbours.
+ELSEWHERE = ("first-steps.md", "neighbours.md")
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE_NAME = re.compile(r"`([^`\s]+)`:\n+$")
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)(?::\s+`(?P<quote>[^`]+)`)?")
@@ -141,7 +142,7 @@ def small_presets(monkeypatch):
     monkeypatch.setattr(TriptychConfig, "from_preset", lambda name, **changes: build(name, **{**SMALL, **changes}))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != ROOT / ON_THE_HUB], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ELSEWHERE], ids=lambda page: page.name)
 def test_blocks(page, tmp_path, monkeypatch, small_presets):
     monkeypatch.chdir(tmp_path)
     text = page.read_text(encoding="utf-8")

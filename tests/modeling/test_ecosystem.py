@@ -9,8 +9,10 @@ import peft
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import DELTA, TOPOLOGIES, random_tokens, tiny_model
+from tiny import DELTA, TOPOLOGIES, Ragged, random_tokens, tiny_model
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+
+from triptych.auto_map import AUTO_CLASSES
 
 TWO_PROCESSES = Path(__file__).with_name("load_on_two_processes.py")
 
@@ -109,6 +111,86 @@ def test_lora_trains_saves_and_merges(tmp_path, topology):
         assert torch.equal(trained[real], loaded(**batch).logits[real])
         merged = adapted.merge_and_unload()
         assert torch.allclose(trained, merged(**batch).logits, atol=1e-4)
+
+
+# Sizes that peft cannot read from a configuration of two stacks.
+SIZES = {"num_layers": 2, "token_dim": 32, "num_attention_heads": 4}
+TUNERS = {
+    "prefix": lambda task: peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=3, **SIZES),
+    "prompt": lambda task: peft.PromptTuningConfig(task_type=task, num_virtual_tokens=3, **SIZES),
+    "p-tuning": lambda task: peft.PromptEncoderConfig(
+        task_type=task, num_virtual_tokens=3, encoder_hidden_size=16, **SIZES
+    ),
+    "ia3": lambda task: peft.IA3Config(
+        task_type=task, target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+}
+
+
+def tokens_one_by_one(model, batch, steps):
+    """The likeliest tokens [B, steps], each from a call of its own without what generate() keeps."""
+    batch = dict(batch)
+    is_pair = "decoder_input_ids" in batch
+    ids, mask = ("decoder_input_ids", None) if is_pair else ("input_ids", "attention_mask")
+    for _ in range(steps):
+        batch[ids] = torch.cat((batch[ids], model(**batch).logits[:, -1:].argmax(-1)), dim=1)
+        if mask:
+            batch[mask] = torch.nn.functional.pad(batch[mask], (0, 1), value=1)
+    return batch[ids][:, -steps:]
+
+
+@torch.no_grad()
+def randomise(adapted):
+    """Virtual tokens as strong as others: so that they show, and their gradients are not zero by chance."""
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.copy_(torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+@pytest.mark.parametrize("topology", ["decoder", "encoder_decoder"])
+def test_learnt_prompts_train_and_generate(topology, tuner):
+    """A learnt prefix fills the cache before the first call, and generate() must not begin with an empty one. The
+    first loss must not take the labels' length for that of all that is cached."""
+    model = tiny_model(topology, position_embedding_type="rotary")
+    ragged = Ragged(topology, "left")
+    prompt = {name: ragged.batch[name] for name in ("input_ids", "attention_mask")}
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    if topology == "encoder_decoder":
+        settings["decoder_start_token_id"] = 1
+    plain = model.generate(**prompt, **settings)
+    adapted = peft.get_peft_model(model, TUNERS[tuner](TASKS[topology]))
+    randomise(adapted)
+    adapted.train()(**prompt, labels=ragged.labels).loss.backward()
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    assert all(parameter.grad.abs().sum() > 0 for parameter in trained)
+    adapted.eval()
+    generated = adapted.generate(**prompt, **settings)
+    if topology == "encoder_decoder":
+        prompt["decoder_input_ids"] = torch.ones(3, 1, dtype=torch.long)
+    with torch.no_grad():
+        assert torch.equal(generated[:, -4:], tokens_one_by_one(adapted, prompt, 4))
+    assert not torch.equal(generated, plain)
+
+
+@pytest.mark.parametrize("topology", ["decoder", "encoder_decoder"])
+def test_generation_from_embeddings(topology):
+    """generate() refuses them where the method that prepares its inputs does not name them."""
+    model, ids = tiny_model(topology), random_tokens(2, 5)
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
+    expected = model.generate(ids, **settings)[:, -3:]
+    embeddings = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embeddings, **settings)[:, -3:], expected)
+
+
+def test_architectures_are_found_by_their_names():
+    """`transformers serve` and TRL ask transformers itself for the class that a configuration names."""
+    names = [name for classes in AUTO_CLASSES.values() for name in classes.values()]
+    found = (
+        "import sys, triptych, transformers; print(*(getattr(transformers, name).__name__ for name in sys.argv[1:]))"
+    )
+    result = subprocess.run([sys.executable, "-c", found, *names], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == names
 
 
 HYBRID = {
