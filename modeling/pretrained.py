@@ -12,12 +12,30 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils.generic import is_flash_attention_requested
 
+from .alignment import TriptychAlignedAttention
 from .auto_map import auto_map
 from .configuration_triptych import TriptychConfig
 from .linear_attention import TriptychFeatureMap, TriptychLinearAttention, TriptychShortConvolution
 from .norms import TriptychZeroCenteredRMSNorm
 from .patches import TriptychPatchEmbedding
 from .sharing import CARD, code_files, make_repository, model_card, push_files
+
+
+def first_weights(name: str, parameter: torch.Tensor, std: float | None, is_lstm: bool) -> torch.Tensor:
+    """Initial values of a recurrence's parameter, named as torch names it; the gates lie one below the other."""
+    values = torch.zeros_like(parameter)
+    gates = values.chunk(4 if is_lstm else 3)
+    if name.startswith("bias_ih") and is_lstm:
+        gates[1].fill_(1.0)
+    elif name.startswith("weight"):
+        for gate in gates:
+            if std is not None:
+                nn.init.normal_(gate, std=std)
+            elif name.startswith("weight_hh"):
+                nn.init.orthogonal_(gate)
+            else:
+                nn.init.xavier_uniform_(gate)
+    return values
 
 
 class TriptychPreTrainedModel(PreTrainedModel):
@@ -60,6 +78,12 @@ class TriptychPreTrainedModel(PreTrainedModel):
                         f"`attn_implementation` is {attn_implementation!r}, which cannot add the biases of "
                         f"`position_embedding_type` = {stack.position_embedding_type!r}; use sdpa or flex_attention."
                     )
+                if getattr(stack, "add_cross_attention", False) and stack.is_aligned:
+                    raise ValueError(
+                        f"`attn_implementation` is {attn_implementation!r}, which cannot add the scores of "
+                        f"`cross_attention_score` = {stack.cross_attention_score!r} or of `cross_attention_window` = "
+                        f"{stack.cross_attention_window}; use sdpa or flex_attention."
+                    )
                 if "chunked_attention" in stack.layer_types:
                     raise ValueError(
                         f"`attn_implementation` is {attn_implementation!r}, which has no chunks, but `layer_types` has "
@@ -73,7 +97,9 @@ class TriptychPreTrainedModel(PreTrainedModel):
         Biases are 0 and the gains of norms 1. With an `initializer_range`, weights are normal of that deviation;
         without, projections are Glorot-uniform (Glorot & Bengio 2010) and embeddings normal of deviation
         `width ** -0.5`, as in the 2017 code. What writes into the residual stream of a deep stack starts smaller: see
-        `residual_gain`.
+        `residual_gain`. Each gate of a recurrence has weights of its own, orthogonal ones for the state where no range
+        is given (Bahdanau et al. 2015, appendix B.1), and an LSTM's gate that forgets has a bias of 1, so that it does
+        not at first (Gers et al. 2000; Jozefowicz et al. 2015).
         """
         super()._init_weights(module)
         std = self.config.initializer_range
@@ -91,6 +117,11 @@ class TriptychPreTrainedModel(PreTrainedModel):
             init.copy_(module.decay_rate, torch.empty(len(module.decay_rate)).uniform_(1, 16).log())
             step = torch.empty(len(module.decay_bias)).uniform_(math.log(1e-3), math.log(1e-1)).exp()
             init.copy_(module.decay_bias, step + torch.log(-torch.expm1(-step)))
+        elif isinstance(module, TriptychAlignedAttention) and module.is_additive:
+            init.normal_(module.score_weight, std=module.head_dim**-0.5 if std is None else std)
+        elif isinstance(module, nn.RNNBase):
+            for name, parameter in module.named_parameters():
+                init.copy_(parameter, first_weights(name, parameter, std, module.mode == "LSTM"))
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
         elif isinstance(module, nn.Linear):
