@@ -55,7 +55,7 @@ class TriptychAlignedAttention(TriptychAttention):
             self.place_score = TriptychLinear(config.hidden_size, 1, bias=False)
 
     def forward(
-        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, *, attention_mask=None, **kwargs
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, *, attention_mask: Any = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The arguments of `TriptychAttention`; with a window, `attention_mask` is an `Alignment`."""
         bias = None
@@ -67,8 +67,9 @@ class TriptychAlignedAttention(TriptychAttention):
     def window_bias(self, hidden_states: torch.Tensor, alignment: Alignment) -> torch.Tensor:
         """Log weights [B or 1, 1, T, S] of nearness to the aligned place, the lowest value beyond the window."""
         if self.is_predictive:
-            share = self.place_score(torch.tanh(self.place_proj(hidden_states))).sigmoid()[..., 0].float()
-            places = share * alignment.lengths
+            share = self.place_score(torch.tanh(self.place_proj(hidden_states)))[..., 0]
+            # In single precision at least, as half precision has no 300.5.
+            places = share.to(torch.promote_types(share.dtype, torch.float32)).sigmoid() * alignment.lengths
         else:
             places = torch.minimum(alignment.targets, (alignment.lengths - 1).clamp(min=0))
         distance = alignment.sources[:, None] - places[..., None]

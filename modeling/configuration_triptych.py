@@ -160,8 +160,8 @@ class TriptychStackConfig(TriptychConfig):
             None is one per query head.
         head_dim: width of one head; None is `hidden_size / num_attention_heads`.
         hidden_act: activation of the feed-forward layer, a name known to transformers.
-        mlp_type: "dense" is `down(act(up(x)))`, "gated" is `down(act(gate(x)) * up(x))` (Shazeer 2020); "none" is to
-            have none.
+        mlp_type: "dense" is `down(act(up(x)))`, "gated" is `down(act(gate(x)) * up(x))` (Shazeer 2020), and
+            "none" is no such layer.
         norm_type, norm_eps: "layernorm", "rmsnorm" (Zhang & Sennrich 2019) or "zero_centered_rmsnorm", whose gain is
             one plus its weight (Gemma Team 2024); and its epsilon.
         norm_bias: layer norms have a bias.
@@ -335,9 +335,8 @@ class TriptychStackConfig(TriptychConfig):
         """How each projection that the stack has is split over devices."""
         absent = {"dense": ["gate_proj"], "gated": [], "none": ["mlp."]}[self.mlp_type]
         absent += [] if self.qk_norm else ["q_norm", "k_norm"]
-        if "linear_attention" in self.layer_types:
-            absent += ["self_attn."]  # gates and decays belong to heads too
-        if set(self.layer_types) <= set(RECURRENT_TYPES):
+        # Gates and decays of linear attention belong to heads too; recurrences stay whole.
+        if "linear_attention" in self.layer_types or set(self.layer_types) <= set(RECURRENT_TYPES):
             absent += ["self_attn."]
         if getattr(self, "linear_cross_attention", False) or getattr(self, "is_aligned", False):
             absent += ["cross_attn."]
@@ -382,6 +381,8 @@ class TriptychStackConfig(TriptychConfig):
                 raise ValueError(f"`{name}` is True, but `norm_position` is {self.norm_position!r}, not 'pre'.")
         if not self.residual and self.norm_position != "none":
             raise ValueError(f"`residual` is False, but `norm_position` is {self.norm_position!r}, not 'none'.")
+        if not self.residual and self.residual_scale != 1:
+            raise ValueError(f"`residual` is False, but `residual_scale` is {self.residual_scale}, not 1.")
         if self.skip_first_norm and self.share_layers:
             raise ValueError("`skip_first_norm` is True, but `share_layers` gives all layers the norms of the first.")
 

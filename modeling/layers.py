@@ -98,7 +98,7 @@ class TriptychLayer(GradientCheckpointingLayer):
                 self.cross_attn = cross_class(config, layer_idx, is_cross_attention=True)
         if config.mlp_type != "none":
             self.mlp = TriptychMLP(config)
-        self.sublayers = [name for name, _ in self.named_children()]
+        self.sublayers = [name for name, _ in self.named_children()]  # in the order of their calls
         self.dropout = TriptychDropout(config.hidden_dropout)
         for sublayer in self.sublayers:
             is_first = sublayer == self.sublayers[0] and layer_idx == 0

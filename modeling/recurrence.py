@@ -4,10 +4,13 @@ Shapes: B batch, T tokens, N real tokens of all texts, D model width.
 
 A recurrence reads token by token, and all that it knows of those before is its last output h_t-1 [D]:
 
-| `layer_types` | h_t                                                                       | from               |
-|---------------|---------------------------------------------------------------------------|--------------------|
-| "lstm"        | o * tanh(c_t), c_t = f * c_t-1 + i * g; i, f, o, g of W x_t + U h_t-1 + b | Gers et al. 2000   |
-| "gru"         | (1 - z) * n + z * h_t-1; r, z of W x_t + U h_t-1 + b, n with r * U h_t-1  | Cho et al. 2014    |
+| `layer_types` | h_t                                       | of gates                                          |
+|---------------|-------------------------------------------|---------------------------------------------------|
+| "lstm"        | o tanh(c_t), where c_t = f c_t-1 + i g    | i, f, o and g = s(W x_t + U h_t-1 + b)            |
+| "gru"         | (1 - z) n + z h_t-1                       | r, z likewise, n = tanh(W x_t + r (U h_t-1 + b))  |
+
+Products are by element, s is the sigmoid, or for g the tanh, and each gate has a W, U and b of its own. So Gers et al.
+(2000) have the LSTM, and Cho et al. (2014) the GRU, but for r, which they put before U.
 
 A decoder's reads left to right, and (h, c) is its cache. An encoder's reads both ways, by two recurrences of half the
 width whose outputs lie side by side (Bahdanau et al. 2015, section 3.2). torch's own kernels compute it, each text by

@@ -353,6 +353,7 @@ REFUSED = [
         for position in ("rotary", "relative", "alibi")
     ),
     ("encoder", dict(residual=False), ["`residual` is False", "'post', not 'none'"]),
+    ("encoder", dict(residual=False, norm_position="none", residual_scale=2.0), ["`residual` is False", "2.0, not 1"]),
     ("decoder", dict(cross_attention_layers=[0, 2]), ["`cross_attention_layers` is [0, 2]", "- 1 = 1"]),
     ("decoder", dict(cross_attention_layers=[]), ["`cross_attention_layers` is []", "None"]),
     ("decoder", dict(cross_attention_layers=[0], share_layers=True), ["`cross_attention_layers`", "`share_layers`"]),
