@@ -27,7 +27,7 @@ from torch import nn
 from .attention import TriptychAttention, for_each_query_head
 from .configuration_triptych import TriptychDecoderConfig
 from .projections import TriptychLinear
-from .unpadding import lay
+from .unpadding import Places, lay
 
 
 @dataclass
@@ -60,14 +60,14 @@ class TriptychAlignedAttention(TriptychAttention):
         """The arguments of `TriptychAttention`; with a window, `attention_mask` is an `Alignment`."""
         bias = None
         if self.window is not None:
-            bias = self.window_bias(lay(hidden_states, kwargs.get("rows")), attention_mask)
+            bias = self.window_bias(hidden_states, attention_mask, kwargs.get("rows"))
             attention_mask = attention_mask.mask
         return super().forward(hidden_states, encoder_hidden_states, bias, attention_mask=attention_mask, **kwargs)
 
-    def window_bias(self, hidden_states: torch.Tensor, alignment: Alignment) -> torch.Tensor:
+    def window_bias(self, hidden_states: torch.Tensor, alignment: Alignment, rows: Places | None) -> torch.Tensor:
         """Log weights [B or 1, 1, T, S] of nearness to the aligned place, the lowest value beyond the window."""
         if self.is_predictive:
-            share = self.place_score(torch.tanh(self.place_proj(hidden_states)))[..., 0]
+            share = lay(self.place_score(torch.tanh(self.place_proj(hidden_states))), rows)[..., 0]
             # In single precision at least, as half precision has no 300.5.
             places = share.to(torch.promote_types(share.dtype, torch.float32)).sigmoid() * alignment.lengths
         else:

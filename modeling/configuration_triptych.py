@@ -343,7 +343,9 @@ class TriptychStackConfig(TriptychConfig):
         absent += [] if getattr(self, "add_cross_attention", False) else ["cross_attn"]
         if self.position_embedding_type in ("relative", "alibi"):
             absent += ["_attn."]  # their biases belong to heads, which must then stay together
-        return {name: how for name, how in STACK_TP_PLAN.items() if not any(part in name for part in absent)}
+        plan = {name: how for name, how in STACK_TP_PLAN.items() if not any(part in name for part in absent)}
+        # The token table is split in any case, as the head that it may be; transformers sees to it in other plans.
+        return plan or {"embed_tokens": "embedding_rowwise"}
 
     def validate_sizes(self):
         """Sizes are positive, probabilities are probabilities, and each key/value head serves a whole group."""

@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from triptych import TriptychForCausalLM, TriptychForConditionalGeneration
+from triptych import TriptychConfig, TriptychForCausalLM, TriptychForConditionalGeneration
 from triptych.alignment import TriptychAlignedAttention
 from triptych.layers import TriptychLayer
 from triptych.masks import Layout, align
@@ -406,6 +406,22 @@ def test_generation_with_a_state_is_without(topology, stack, strategy):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The world around
+
+
+@pytest.mark.parametrize("name", ["rnn_search", "lstm_attention", "recurrent_decoder"])
+def test_presets_learn(name):
+    """A few texts are learnt backwards, by each of the shipped translators."""
+    sizes = dict(vocab_size=20, hidden_size=32, intermediate_size=64, hidden_dropout=0.0)
+    model = TriptychForConditionalGeneration(TriptychConfig.from_preset(name, **sizes)).train()
+    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randint(3, 20, (8, 5))
+    losses = []
+    for _ in range(50):
+        loss = model(ids, labels=ids.flip(1)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 2.5 and losses[-1] < 1.0
 
 
 def test_folders_with_code_need_no_package(tmp_path):
