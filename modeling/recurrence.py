@@ -127,3 +127,20 @@ class TriptychRecurrence(nn.Module):
         output, state = self.rnn(inputs, state)
         h, c = state if self.is_lstm else (state, state[..., :0])
         return output, (h[-1], c[-1])
+
+
+def first_weights(name: str, parameter: torch.Tensor, std: float | None, is_lstm: bool) -> torch.Tensor:
+    """Initial values of a recurrence's parameter, named as torch names it; the gates lie one below the other."""
+    values = torch.zeros_like(parameter)
+    gates = values.chunk(4 if is_lstm else 3)
+    if name.startswith("bias_ih") and is_lstm:
+        gates[1].fill_(1.0)
+    elif name.startswith("weight"):
+        for gate in gates:
+            if std is not None:
+                nn.init.normal_(gate, std=std)
+            elif name.startswith("weight_hh"):
+                nn.init.orthogonal_(gate)
+            else:
+                nn.init.xavier_uniform_(gate)
+    return values
