@@ -188,22 +188,29 @@ class TriptychAttention(nn.Module):
             if cache is not None:
                 key, value = cache.update(key, value, layer_idx, kwargs=kwargs)
 
+        is_causal = self.is_causal if is_causal is None else is_causal
+        output, weights = self.attend(
+            query, key, value, position_bias, attention_mask=attention_mask, is_causal=is_causal, **kwargs
+        )
+        output = output.flatten(-2)
+        return self.o_proj(output if rows is None else rows.take(output)), weights
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, position_bias: torch.Tensor | None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the backend reads: [B, T, H, d], and weights [B, H, T, S] where it computes them."""
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attention(
+        return attention(
             self,
             query,
             key,
             value,
-            attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             position_bias=position_bias,
-            is_causal=self.is_causal if is_causal is None else is_causal,
             **kwargs,
         )
-        output = output.flatten(-2)
-        return self.o_proj(output if rows is None else rows.take(output)), weights
 
     def heads(self, states: torch.Tensor) -> torch.Tensor:
         """[B, T, heads * d] to [B, heads, T, d]; a tensor-parallel rank holds only its own heads."""

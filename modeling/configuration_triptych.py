@@ -19,8 +19,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_senses import SensesConfig
 
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
-STATE_LAYER_TYPE = "triptych_linear_attention"  # what a layer of linear attention is called where caches are made
+RECURRENT_TYPES = ("lstm", "gru")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", *RECURRENT_TYPES)
+STATE_TYPES = ("linear_attention", *RECURRENT_TYPES)  # layers that keep a state in the place of all keys
+STATE_LAYER_TYPE = "triptych_state"  # what a layer that keeps a state is called where caches are made
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 # A file can claim anything, and costs memory and time before its weights contradict it: more layers than were ever
 # trained (Wang et al. 2022 have 1,000), more classes than languages have words, sizes that no tensor has.
@@ -189,12 +191,16 @@ class TriptychStackConfig(TriptychConfig):
             None is one per query head.
         head_dim: width of one head; None is `hidden_size / num_attention_heads`.
         hidden_act: activation of the feed-forward layer, a name known to transformers.
-        mlp_type: "dense" is `down(act(up(x)))`, "gated" is `down(act(gate(x)) * up(x))` (Shazeer 2020).
+        mlp_type: "dense" is `down(act(up(x)))`, "gated" is `down(act(gate(x)) * up(x))` (Shazeer 2020), and
+            "none" is no such layer.
         norm_type, norm_eps: "layernorm", "rmsnorm" (Zhang & Sennrich 2019) or "zero_centered_rmsnorm", whose gain is
             one plus its weight (Gemma Team 2024); and its epsilon.
         norm_bias: layer norms have a bias.
         norm_position: with f a sublayer, "post" is `norm(x + f(x))`, "pre" is `x + f(norm(x))` (Xiong et al. 2020),
-            "sandwich" is `x + norm(f(norm(x)))` (Ding et al. 2021).
+            "sandwich" is `x + norm(f(norm(x)))` (Ding et al. 2021), "none" is `x + f(x)` (Wu et al. 2016, section 3.1).
+        residual: False leaves the residual stream out: a sublayer's output takes the place of its input, and what
+            cross-attention reads is joined with it as `tanh(W [f(x); x])` (Luong et al. 2015, equation 5); for
+            norm_position "none".
         parallel_residual: all sublayers read the same stream, `x + f(norm(x)) + g(norm'(x))` (Wang & Komatsuzaki 2021);
             for norm_position "pre".
         skip_first_norm: the first layer's attention reads the embeddings as they are, which `embedding_norm` has
@@ -215,8 +221,9 @@ class TriptychStackConfig(TriptychConfig):
             attention that have one.
         qk_norm: normalise each query and key head before the dot product (Henry et al. 2020).
         attention_scale: factor on the dot products; None is `head_dim ** -0.5`.
-        layer_types: per layer "full_attention", "sliding_attention", "chunked_attention" or "linear_attention"; None is
-            all sliding if `sliding_window` is given, all chunked if `attention_chunk_size` is, else all full.
+        layer_types: per layer "full_attention", "sliding_attention", "chunked_attention", "linear_attention", or in the
+            place of attention a recurrence, "lstm" or "gru", see `recurrence.py`; None is all sliding if
+            `sliding_window` is given, all chunked if `attention_chunk_size` is, else all full.
         sliding_window: W. A causal layer sees the last W tokens, itself included; a bidirectional one sees W // 2
             tokens to each side.
         attention_chunk_size: tokens of a chunk; a chunked layer sees its own chunk only.
@@ -255,10 +262,11 @@ class TriptychStackConfig(TriptychConfig):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     hidden_act: str = "relu"
-    mlp_type: Literal["dense", "gated"] = "dense"
+    mlp_type: Literal["dense", "gated", "none"] = "dense"
     norm_type: Literal["layernorm", "rmsnorm", "zero_centered_rmsnorm"] = "layernorm"
     norm_bias: bool = True
-    norm_position: Literal["post", "pre", "sandwich"] = "post"
+    norm_position: Literal["post", "pre", "sandwich", "none"] = "post"
+    residual: bool = True
     norm_eps: float | int = 1e-5
     parallel_residual: bool = False
     skip_first_norm: bool = False
@@ -352,7 +360,7 @@ class TriptychStackConfig(TriptychConfig):
         """What each layer is for transformers' caches. One that reaches beyond a window must keep all keys."""
         names = []
         for kind in map(self.layer_kind, range(len(self.layer_types))):
-            name = STATE_LAYER_TYPE if kind[0] == "linear_attention" else kind[0]
+            name = STATE_LAYER_TYPE if kind[0] in STATE_TYPES else kind[0]
             is_global = self.num_global_tokens and name in ("sliding_attention", "chunked_attention")
             names.append("full_attention" if is_global or self.is_sparse(kind) else name)
         return names
@@ -363,16 +371,19 @@ class TriptychStackConfig(TriptychConfig):
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """How each projection that the stack has is split over devices."""
-        absent = ["gate_proj"] if self.mlp_type == "dense" else []
+        absent = {"dense": ["gate_proj"], "gated": [], "none": ["mlp."]}[self.mlp_type]
         absent += [] if self.qk_norm else ["q_norm", "k_norm"]
-        if "linear_attention" in self.layer_types:
-            absent += ["self_attn."]  # gates and decays belong to heads too
-        if getattr(self, "linear_cross_attention", False):
+        # Gates and decays of linear attention belong to heads too; recurrences stay whole.
+        if "linear_attention" in self.layer_types or set(self.layer_types) <= set(RECURRENT_TYPES):
+            absent += ["self_attn."]
+        if getattr(self, "linear_cross_attention", False) or getattr(self, "is_aligned", False):
             absent += ["cross_attn."]
         absent += [] if getattr(self, "add_cross_attention", False) else ["cross_attn"]
         if self.position_embedding_type in ("relative", "alibi"):
             absent += ["_attn."]  # their biases belong to heads, which must then stay together
-        return {name: how for name, how in STACK_TP_PLAN.items() if not any(part in name for part in absent)}
+        plan = {name: how for name, how in STACK_TP_PLAN.items() if not any(part in name for part in absent)}
+        # The token table is split in any case, as the head that it may be; transformers sees to it in other plans.
+        return plan or {"embed_tokens": "embedding_rowwise"}
 
     def validate_sizes(self):
         """Sizes are positive, probabilities are probabilities, and each key/value head serves a whole group."""
@@ -408,6 +419,10 @@ class TriptychStackConfig(TriptychConfig):
         for name in ("parallel_residual", "skip_first_norm"):
             if getattr(self, name) and self.norm_position != "pre":
                 raise ValueError(f"`{name}` is True, but `norm_position` is {self.norm_position!r}, not 'pre'.")
+        if not self.residual and self.norm_position != "none":
+            raise ValueError(f"`residual` is False, but `norm_position` is {self.norm_position!r}, not 'none'.")
+        if not self.residual and self.residual_scale != 1:
+            raise ValueError(f"`residual` is False, but `residual_scale` is {self.residual_scale}, not 1.")
         if self.skip_first_norm and self.share_layers:
             raise ValueError("`skip_first_norm` is True, but `share_layers` gives all layers the norms of the first.")
 
@@ -486,6 +501,27 @@ class TriptychStackConfig(TriptychConfig):
                 f"{self.linear_feature_map!r}."
             )
 
+    def validate_recurrence(self):
+        """A recurrence has a direction, or two of half the width, and no scores that a position could enter."""
+        recurrent = [name for name in RECURRENT_TYPES if name in self.layer_types]
+        if not recurrent:
+            return
+        if self.topology == "encoder" and self.hidden_size % 2:
+            raise ValueError(
+                f"`hidden_size` is {self.hidden_size}, but must be even where `layer_types` has {recurrent[0]!r}: each "
+                "direction writes one half."
+            )
+        if not getattr(self, "is_causal", True):
+            raise ValueError(
+                f"`is_causal` is False, but `layer_types` has {recurrent[0]!r}, which reads left to right."
+            )
+        kind = self.position_embedding_type
+        if set(self.layer_types) == set(recurrent) and kind in ("rotary", "relative", "alibi"):
+            raise ValueError(
+                f"`position_embedding_type` is {kind!r}, which is of attention, but `layer_types` has none; it must be "
+                "sinusoidal, learned or none."
+            )
+
     def validate_positions(self):
         """Sine and cosine come in pairs, for each axis; buckets on each side need room."""
         axes = self.position_axes
@@ -524,8 +560,8 @@ class TriptychStackConfig(TriptychConfig):
 
 
 def rope_by_layer_type(config: TriptychStackConfig) -> dict[str, dict[str, Any]]:
-    """The rotary settings of each layer type that the stack has; flat settings serve them all."""
-    layer_types = sorted(set(config.layer_types))
+    """The rotary settings of each type of attention that the stack has; flat settings serve them all."""
+    layer_types = sorted(set(config.layer_types) - set(RECURRENT_TYPES))
     nested = config.nested_rope_parameter_keys(config.rope_parameters)
     return {name: config.rope_parameters[name] if nested else config.rope_parameters for name in layer_types}
 
@@ -555,6 +591,12 @@ class TriptychDecoderConfig(TriptychStackConfig):
         add_cross_attention: each layer also reads `encoder_hidden_states`.
         cross_attention_hidden_size: their width; None is `hidden_size`.
         linear_cross_attention: they are read by linear attention.
+        cross_attention_layers: which layers do, counted from 0; None is all. In Luong et al. (2015) the last one does.
+        cross_attention_score: "dot" is the product of query and key times `attention_scale`, "additive" is
+            `v . tanh(query + key)` with a learnt v (Bahdanau et al. 2015); see `alignment.py`.
+        cross_attention_window: only so many source tokens to each side of an aligned one are read.
+        cross_attention_alignment: "monotonic" aligns the target's token t with the source's, "predictive" with one that
+            the state of t tells (Luong et al. 2015, section 3.2).
     """
 
     base_config_key = "decoder"
@@ -565,11 +607,49 @@ class TriptychDecoderConfig(TriptychStackConfig):
     add_cross_attention: bool = False
     cross_attention_hidden_size: int | None = None
     linear_cross_attention: bool = False
+    cross_attention_layers: list[int] | None = None
+    cross_attention_score: Literal["dot", "additive"] = "dot"
+    cross_attention_window: int | None = None
+    cross_attention_alignment: Literal["monotonic", "predictive"] = "monotonic"
 
     def __post_init__(self, **kwargs):
         if self.add_cross_attention and self.cross_attention_hidden_size is None:
             self.cross_attention_hidden_size = self.hidden_size
         super().__post_init__(**kwargs)
+
+    def reads_encoder(self, layer_idx: int) -> bool:
+        """Whether a layer has cross-attention, if the stack has."""
+        return self.cross_attention_layers is None or layer_idx in self.cross_attention_layers
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether cross-attention has scores or windows of its own; see `alignment.py`."""
+        return self.cross_attention_score != "dot" or self.cross_attention_window is not None
+
+    def validate_cross_attention(self):
+        """Layers that there are, a window with a middle, and one kind of score."""
+        layers = self.cross_attention_layers
+        if layers is not None and not (layers and set(layers) <= set(range(self.num_hidden_layers))):
+            raise ValueError(
+                f"`cross_attention_layers` is {layers}, but must be None, or name layers from 0 to num_hidden_layers - "
+                f"1 = {self.num_hidden_layers - 1}."
+            )
+        if layers is not None and self.share_layers:
+            raise ValueError(f"`cross_attention_layers` is {layers}, but `share_layers` makes all layers alike.")
+        if self.cross_attention_window is not None and self.cross_attention_window < 1:
+            raise ValueError(
+                f"`cross_attention_window` is {self.cross_attention_window}, but must be None or at least 1."
+            )
+        if self.cross_attention_window is None and self.cross_attention_alignment != "monotonic":
+            raise ValueError(
+                f"`cross_attention_alignment` is {self.cross_attention_alignment!r}, but `cross_attention_window` is "
+                "None; it must be at least 1."
+            )
+        if self.linear_cross_attention and self.is_aligned:
+            raise ValueError(
+                "`linear_cross_attention` is True, which has no scores, but `cross_attention_score` is "
+                f"{self.cross_attention_score!r} and `cross_attention_window` is {self.cross_attention_window}."
+            )
 
 
 @strict

@@ -1,4 +1,4 @@
-"""One layer of the Transformer, for every panel: attention, cross-attention where there is an encoder, feed-forward.
+"""One layer, for every panel: attention or a recurrence, cross-attention where there is an encoder, feed-forward.
 
 Shapes: B batch, T tokens, S encoder tokens, D hidden_size.
 """
@@ -11,12 +11,14 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .alignment import TriptychAlignedAttention
 from .attention import TriptychAttention
-from .configuration_triptych import TriptychStackConfig
+from .configuration_triptych import RECURRENT_TYPES, TriptychStackConfig
 from .dropout import TriptychDropout
 from .linear_attention import TriptychLinearAttention
 from .norms import build_norm
 from .projections import TriptychLinear
+from .recurrence import TriptychRecurrence
 from .unpadding import Places
 
 
@@ -52,6 +54,8 @@ def residual_gain(config: TriptychStackConfig, projection: str) -> float:
     2.3). In a post-norm stack with DeepNorm's alpha as `residual_scale`, values, outputs and feed-forward layers shrink
     by its beta = 1 / (sqrt(2) * alpha) (Wang et al. 2022, table 1).
     """
+    if config.norm_position == "none":
+        return 1.0
     if config.norm_position != "post":
         return (2 * config.num_hidden_layers) ** -0.5 if projection in ("o_proj", "down_proj") else 1.0
     if config.residual_scale != 1 and projection not in ("q_proj", "k_proj"):
@@ -63,14 +67,14 @@ class TriptychLayer(GradientCheckpointingLayer):
     """Sublayers joined to the residual stream; s is `residual_scale`.
 
     ```
-        post               pre                sandwich
-          x                  x                   x
-          |---.              |---.               |---.
-          |   f              |   norm            |   norm
-          |   |              |   f               |   f
-          | s |              |   | s             |   norm
-          '-+-'              '-+-'               '-+-' s
-          norm                 |                   |
+        post               pre                sandwich           none
+          x                  x                   x                  x
+          |---.              |---.               |---.              |---.
+          |   f              |   norm            |   norm           |   f
+          |   |              |   f               |   f              |   |
+          | s |              |   | s             |   norm           |   | s
+          '-+-'              '-+-'               '-+-' s            '-+-'
+          norm                 |                   |                  |
     ```
     """
 
@@ -79,19 +83,31 @@ class TriptychLayer(GradientCheckpointingLayer):
         self.norm_position = config.norm_position
         self.parallel_residual = config.parallel_residual
         self.residual_scale = config.residual_scale
-        is_linear = config.layer_types[layer_idx] == "linear_attention"
-        self.self_attn = (TriptychLinearAttention if is_linear else TriptychAttention)(config, layer_idx)
-        if getattr(config, "add_cross_attention", False):
-            cross_class = TriptychLinearAttention if config.linear_cross_attention else TriptychAttention
-            self.cross_attn = cross_class(config, layer_idx, is_cross_attention=True)
-        self.mlp = TriptychMLP(config)
+        self.residual = config.residual
+        layer_type = config.layer_types[layer_idx]
+        if layer_type in RECURRENT_TYPES:
+            self.recurrence = TriptychRecurrence(config, layer_idx)
+        else:
+            is_linear = layer_type == "linear_attention"
+            self.self_attn = (TriptychLinearAttention if is_linear else TriptychAttention)(config, layer_idx)
+        if getattr(config, "add_cross_attention", False) and config.reads_encoder(layer_idx):
+            if config.is_aligned:
+                self.cross_attn = TriptychAlignedAttention(config, layer_idx)
+            else:
+                cross_class = TriptychLinearAttention if config.linear_cross_attention else TriptychAttention
+                self.cross_attn = cross_class(config, layer_idx, is_cross_attention=True)
+        if config.mlp_type != "none":
+            self.mlp = TriptychMLP(config)
+        self.sublayers = [name for name, _ in self.named_children()]  # in the order of their calls
         self.dropout = TriptychDropout(config.hidden_dropout)
-        for sublayer in [name for name, _ in self.named_children() if name in ("self_attn", "cross_attn", "mlp")]:
-            setattr(self, f"{sublayer}_norm", build_norm(config, config.hidden_size))
+        for sublayer in self.sublayers:
+            is_first = sublayer == self.sublayers[0] and layer_idx == 0
+            has_norm = config.norm_position != "none" and not (config.skip_first_norm and is_first)
+            setattr(self, f"{sublayer}_norm", build_norm(config, config.hidden_size) if has_norm else nn.Identity())
             if config.norm_position == "sandwich":
                 setattr(self, f"{sublayer}_post_norm", build_norm(config, config.hidden_size))
-        if config.skip_first_norm and layer_idx == 0:
-            self.self_attn_norm = nn.Identity()
+        if not config.residual and "cross_attn" in self.sublayers:
+            self.join_proj = TriptychLinear(2 * config.hidden_size, config.hidden_size, bias=False)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 module.init_gain = residual_gain(config, name.rpartition(".")[-1])
@@ -104,12 +120,17 @@ class TriptychLayer(GradientCheckpointingLayer):
 
     def join(self, sublayer: str, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`x` after sublayer `f`, as the drawing has it."""
+        if not self.residual:
+            output = f(x)
+            if sublayer == "cross_attn":
+                output = torch.tanh(self.join_proj(torch.cat((output, x), dim=-1)))
+            return self.dropped(output)
         if self.norm_position == "post":
             return getattr(self, f"{sublayer}_norm")(self.scaled(x) + self.dropped(f(x)))
         return x + self.branch(sublayer, x, f)
 
     def branch(self, sublayer: str, x: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What a sublayer adds to the stream, where norms come first."""
+        """What a sublayer adds to the stream, where it is not the sum that is normalised."""
         output = f(getattr(self, f"{sublayer}_norm")(x))
         if self.norm_position == "sandwich":
             output = getattr(self, f"{sublayer}_post_norm")(output)
@@ -134,9 +155,10 @@ class TriptychLayer(GradientCheckpointingLayer):
         """[B, T, D] to [B, T, D]; see `TriptychAttention` for the arguments. What needs a gradient comes by position,
         as gradient checkpointing wants it."""
         is_pair = isinstance(cache, EncoderDecoderCache)
+        mix = getattr(self, self.sublayers[0])
 
-        def self_attention(x: torch.Tensor) -> torch.Tensor:
-            output, _ = self.self_attn(
+        def mixed(x: torch.Tensor) -> torch.Tensor:
+            output, _ = mix(
                 x,
                 position_bias=position_bias,
                 attention_mask=attention_mask,
@@ -161,11 +183,9 @@ class TriptychLayer(GradientCheckpointingLayer):
             )
             return output
 
-        sublayers = {"self_attn": self_attention, "cross_attn": cross_attention, "mlp": self.mlp}
-        if encoder_hidden_states is None:
-            del sublayers["cross_attn"]
+        calls = {self.sublayers[0]: mixed, "cross_attn": cross_attention, "mlp": getattr(self, "mlp", None)}
         if self.parallel_residual:
-            return hidden_states + sum(self.branch(name, hidden_states, f) for name, f in sublayers.items())
-        for name, f in sublayers.items():
-            hidden_states = self.join(name, hidden_states, f)
+            return hidden_states + sum(self.branch(name, hidden_states, calls[name]) for name in self.sublayers)
+        for name in self.sublayers:
+            hidden_states = self.join(name, hidden_states, calls[name])
         return hidden_states

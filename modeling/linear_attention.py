@@ -23,19 +23,17 @@ step is a chunk of one token. An encoder reads forwards and then backwards witho
 asks the state that the whole memory leaves.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .attention import TriptychAttention
 from .banded import has_inner_pads, move_to_end
-from .configuration_triptych import STATE_LAYER_TYPE, TriptychStackConfig
+from .configuration_triptych import TriptychStackConfig
 from .norms import build_norm
 from .projections import TriptychLinear
+from .states import Text, TriptychStateLayer, state_layer
 from .unpadding import Places, lay
 
 CHUNK_SIZE = 64  # tokens; measured best on a CPU, of 32, 64 and 128, with heads of 64
@@ -121,17 +119,6 @@ def linear_attention(
 def exact(states: torch.Tensor) -> torch.Tensor:
     """In single precision at least: a state sums up thousands of tokens."""
     return states.to(torch.promote_types(states.dtype, torch.float32))
-
-
-@dataclass
-class Text:
-    """What linear attention must know of the T tokens of a forward, in place of a mask.
-
-    `None` means the plain case: no padding, one document.
-    """
-
-    padding: torch.Tensor | None = None  # [B, T] True on real tokens
-    documents: torch.Tensor | None = None  # [B, T]
 
 
 class TriptychFeatureMap(nn.Module):
@@ -269,21 +256,20 @@ class TriptychLinearAttention(TriptychAttention):
         hidden_states: torch.Tensor,
         text: Text,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
-        layer: "TriptychStateLayer | None",
+        layer: TriptychStateLayer | None,
         is_causal: bool,
         rows: Places | None,
     ) -> torch.Tensor:
         """What each token reads of its own text: [B, H, T, d], with the sum of weights as a last column if any."""
         projected = [lay(proj(hidden_states), rows) for proj in (self.q_proj, self.k_proj, self.v_proj)]
-        past = tail = None
+        state, past = (None, None) if layer is None else layer.past()
+        tail = None
         if hasattr(self, "conv"):
-            past = None if layer is None else layer.tail()
             joined = torch.cat(projected, dim=-1)
             filtered, tail = self.conv(joined, text, past, is_causal)
             projected = F.silu(filtered).split([states.shape[-1] for states in projected], dim=-1)
         query = self.q_features(self.positioned(projected[0], "q_norm", position_embeddings))
         inputs = query, *self.written(hidden_states, *projected[1:], text, position_embeddings, rows)
-        state = None if layer is None else layer.state()
         output, new_state = linear_attention(*inputs, state, text.documents)
         if not is_causal:
             flipped = [None if states is None else states.flip(2) for states in inputs]
@@ -297,8 +283,9 @@ class TriptychLinearAttention(TriptychAttention):
                 if not length:
                     return state, past
                 kept = [None if states is None else states[:, :, :length] for states in inputs]
-                part = Text(*(None if table is None else table[:, :length] for table in (text.padding, text.documents)))
-                shorter = None if tail is None else self.conv(joined[:, :length], part, past, is_causal)[1]
+                shorter = (
+                    None if tail is None else self.conv(joined[:, :length], text.first(length), past, is_causal)[1]
+                )
                 return linear_attention(*kept, state)[1], shorter
 
             layer.advance(new_state, tail, hidden_states.shape[1], replay)
@@ -367,79 +354,3 @@ class TriptychLinearAttention(TriptychAttention):
             cache.cross_attention_cache.update(state, state[..., :0], layer_idx)
             cache.is_updated[layer_idx] = True
         return state
-
-
-class TriptychStateLayer(DynamicLayer):
-    """The cache of a layer of linear attention: its state [B, H, f, d] and the last tokens before the convolution.
-
-    They lie where other layers have keys and values, so that beams and devices are seen to by the base class. A state
-    cannot be taken back; where the past is recorded, `crop` makes it anew from that before the last call.
-    """
-
-    _layer_type = STATE_LAYER_TYPE
-    supports_early_init = False
-
-    def __init__(self, **kwargs):
-        super().__init__()
-        self.length = 0
-        self.record_past = False
-        self.replay = None
-
-    def state(self) -> torch.Tensor | None:
-        return self.keys if self.length else None
-
-    def tail(self) -> torch.Tensor | None:
-        return self.values if self.length else None
-
-    def advance(self, state: torch.Tensor, tail: torch.Tensor | None, length: int, replay: Callable):
-        """Takes in what a call of `length` tokens leaves, and how to make what fewer of them would have left."""
-        self.set(state, tail)
-        self.length += length
-        self.replay = (length, replay) if self.record_past else None
-
-    def set(self, state: torch.Tensor | None, tail: torch.Tensor | None):
-        self.is_initialized = state is not None
-        self.keys, self.values = state, state[..., :0] if self.is_initialized and tail is None else tail
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def activate_past_recording(self):
-        self.record_past = True
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last `-tokens_to_remove` tokens, all of the last call.
-
-        Raises:
-            ValueError: they are more than the last call brought, or that was not recorded.
-        """
-        removed = abs(tokens_to_remove)
-        if not removed or not self.length:
-            return
-        length, replay = self.replay or (0, None)
-        if removed > length:
-            raise ValueError(
-                f"{removed} tokens are to be forgotten, but a state of linear attention can forget those of the last "
-                f"call only, which are {length}; call `activate_past_recording` before it."
-            )
-        self.length -= removed
-        self.replay = None
-        self.set(*replay(length - removed))
-
-    def reset(self) -> None:
-        super().reset()
-        self.length, self.replay = 0, None
-
-
-STATIC_LAYER_TYPE_MAPPING[TriptychStateLayer._layer_type] = TriptychStateLayer  # its size is fixed as it is
-
-
-def state_layer(cache: Cache, layer_idx: int) -> TriptychStateLayer:
-    """The place of one layer's state in a cache."""
-    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if not isinstance(layer, TriptychStateLayer):
-        raise ValueError(
-            f"`cache` has {layer} in the place of layer {layer_idx}, which is of linear attention; make the cache with "
-            "this model's configuration, as in `DynamicCache(config=model.config)`."
-        )
-    return layer

@@ -11,6 +11,7 @@ function turns the result into what its kernel wants: a boolean tensor, an addit
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -26,9 +27,10 @@ from transformers.masking_utils import (
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
+from .alignment import Alignment
 from .banded import RandomBlocks, Reach
-from .configuration_triptych import TriptychStackConfig
-from .linear_attention import Text
+from .configuration_triptych import STATE_TYPES, TriptychStackConfig
+from .states import Text
 from .unpadding import Places, find_places, find_rows, move, share_rows
 
 
@@ -124,7 +126,8 @@ class Layout:
         rows, _ = find_rows(places)
         documents = move(self.documents, places, rows)
         slots = torch.arange(rows.shape[1], device=self.query_slots.device)
-        return Layout(slots, slots[None], self.batch_size, documents=documents), rows
+        ranks = rank_tokens(None, documents)
+        return Layout(slots, slots[None], self.batch_size, documents=documents, ranks=ranks), rows
 
 
 def read_layout(
@@ -517,8 +520,8 @@ def self_attention_mask(
     """
     kind = layer_type, _ = config.layer_kind(layer_idx)
     query_length = layout.length
-    if layer_type == "linear_attention":
-        return read_text(layout, cache), (query_length, 0)
+    if layer_type in STATE_TYPES:
+        return read_text(layout, layer_type, cache), (query_length, 0)
     if isinstance(cache, PagedAttentionCache):
         if config.num_global_tokens or config.is_sparse(kind):
             raise ValueError(
@@ -568,8 +571,8 @@ def cache_says(cache: Cache | None, layer_idx: int, what: str) -> bool:
     return cache is not None and layer_idx < len(cache.layers) and getattr(cache.layers[layer_idx], what, False)
 
 
-def read_text(layout: Layout, cache: Cache | None) -> Text:
-    """What a layer of linear attention must know of the new tokens.
+def read_text(layout: Layout, layer_type: str, cache: Cache | None) -> Text:
+    """What a layer that keeps a state must know of the new tokens.
 
     Raises:
         ValueError: the layout has a rule on pairs of tokens, which a state cannot tell apart.
@@ -582,9 +585,7 @@ def read_text(layout: Layout, cache: Cache | None) -> Text:
     }
     for name, rule in rules.items():
         if rule is not None:
-            raise ValueError(
-                f"`layer_types` has 'linear_attention', which cannot do {name}: it knows no pairs of tokens."
-            )
+            raise ValueError(f"`layer_types` has {layer_type!r}, which cannot do {name}: it knows no pairs of tokens.")
     tables = (None if table is None else table[:, layout.query_slots] for table in (layout.padding, layout.documents))
     return Text(*tables)
 
@@ -603,6 +604,8 @@ def cross_attention_mask(
         padding: [B, S], True on real tokens of the encoder; or the caller's 4D mask.
         key_documents: [B, S], of the encoder's tokens.
     """
+    if config.cross_attention_window is not None and padding is not None and padding.ndim == 4:
+        raise ValueError("`cross_attention_window` is given, which cannot do a 4D `encoder_attention_mask`.")
     if config.linear_cross_attention and (key_documents is not None or (padding is not None and padding.ndim == 4)):
         raise ValueError(
             "`linear_cross_attention` is True, which cannot do packed documents or a 4D `encoder_attention_mask`: it "
@@ -618,7 +621,7 @@ def cross_attention_mask(
     sees = bidirectional_mask_function
     if query_documents is not None:
         sees = and_masks(sees, document_rule(query_documents, key_documents))
-    return backend_mask_function(config)(
+    mask = backend_mask_function(config)(
         batch_size=layout.batch_size,
         q_length=layout.length,
         kv_length=key_length,
@@ -629,6 +632,30 @@ def cross_attention_mask(
         dtype=dtype,
         config=config,
         device=layout.query_slots.device,
+    )
+    return mask if config.cross_attention_window is None else align(mask, layout, key_length, padding, key_documents)
+
+
+def align(
+    mask: Any,
+    layout: Layout,
+    key_length: int,
+    padding: torch.Tensor | None,
+    key_documents: torch.Tensor | None,
+) -> Alignment:
+    """`mask`, and where decoder tokens [B, T] and encoder tokens [B, S] stand, for a window of cross-attention."""
+    slots = layout.query_slots
+    sources = rank_tokens(padding, key_documents)
+    real = torch.ones(1, 1, key_length, dtype=torch.bool, device=slots.device)
+    if padding is not None:
+        real = real & padding[:, None]
+    if key_documents is not None:
+        real = real & (layout.documents[:, slots, None] == key_documents[:, None])
+    return Alignment(
+        mask,
+        targets=slots[None] if layout.ranks is None else layout.ranks[:, slots],
+        sources=torch.arange(key_length, device=slots.device)[None] if sources is None else sources,
+        lengths=real.sum(-1),
     )
 
 

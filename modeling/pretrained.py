@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils.generic import is_flash_attention_requested
 
+from .alignment import TriptychAlignedAttention
 from .configuration_triptych import TriptychConfig
 from .linear_attention import TriptychFeatureMap, TriptychLinearAttention, TriptychShortConvolution
 from .norms import TriptychZeroCenteredRMSNorm
+from .recurrence import first_weights
 from .sharing import CARD, code_fields, code_files, make_repository, model_card, push_files
 from .weight_files import check_claim, check_names, check_source
 
@@ -81,6 +83,12 @@ class TriptychPreTrainedModel(PreTrainedModel):
                         f"`attn_implementation` is {attn_implementation!r}, which cannot add the biases of "
                         f"`position_embedding_type` = {stack.position_embedding_type!r}; use sdpa or flex_attention."
                     )
+                if getattr(stack, "add_cross_attention", False) and stack.is_aligned:
+                    raise ValueError(
+                        f"`attn_implementation` is {attn_implementation!r}, which cannot add the scores of "
+                        f"`cross_attention_score` = {stack.cross_attention_score!r} or of `cross_attention_window` = "
+                        f"{stack.cross_attention_window}; use sdpa or flex_attention."
+                    )
                 if "chunked_attention" in stack.layer_types:
                     raise ValueError(
                         f"`attn_implementation` is {attn_implementation!r}, which has no chunks, but `layer_types` has "
@@ -94,7 +102,9 @@ class TriptychPreTrainedModel(PreTrainedModel):
         Biases are 0 and the gains of norms 1. With an `initializer_range`, weights are normal of that deviation;
         without, projections are Glorot-uniform (Glorot & Bengio 2010) and embeddings normal of deviation
         `width ** -0.5`, as in the 2017 code. What writes into the residual stream of a deep stack starts smaller: see
-        `residual_gain`.
+        `residual_gain`. Each gate of a recurrence has weights of its own, orthogonal ones for the state where no range
+        is given (Bahdanau et al. 2015, appendix B.1), and an LSTM's gate that forgets has a bias of 1, so that it does
+        not at first (Gers et al. 2000; Jozefowicz et al. 2015).
         """
         super()._init_weights(module)
         std = self.config.initializer_range
@@ -116,6 +126,11 @@ class TriptychPreTrainedModel(PreTrainedModel):
         elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and std is None:
             bound = (6 / (module.weight[0].numel() + len(module.weight))) ** 0.5  # of the projection that it slides
             init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, TriptychAlignedAttention) and module.is_additive:
+            init.normal_(module.score_weight, std=module.head_dim**-0.5 if std is None else std)
+        elif isinstance(module, nn.RNNBase):
+            for name, parameter in module.named_parameters():
+                init.copy_(parameter, first_weights(name, parameter, std, module.mode == "LSTM"))
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
         elif isinstance(module, nn.Linear):

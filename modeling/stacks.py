@@ -56,6 +56,7 @@ from .positions import (
 from .pretrained import TriptychPreTrainedModel
 from .projections import TriptychLinear
 from .senses import SENSES
+from .states import Text
 from .unpadding import Places, find_places, find_rows, has_pads, move
 
 renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -114,8 +115,8 @@ class TriptychStack(TriptychPreTrainedModel):
         depth = 1 if config.share_layers else config.num_hidden_layers
         self.layers = nn.ModuleList([TriptychLayer(config, layer_idx) for layer_idx in range(depth)])
         # After a post-norm layer the stream is normalised already.
-        is_post = config.norm_position == "post"
-        self.norm = nn.Identity() if is_post else build_norm(config, config.hidden_size)
+        has_norm = config.norm_position not in ("post", "none")
+        self.norm = build_norm(config, config.hidden_size) if has_norm else nn.Identity()
         self.gradient_checkpointing = False
 
     def get_input_embeddings(self) -> nn.Module:
@@ -213,7 +214,7 @@ class TriptychStack(TriptychPreTrainedModel):
     ) -> torch.Tensor | None:
         """What relative and ALiBi positions add to the scores: [B, H, T, S], or those of a band, or None."""
         kind = self.config.position_embedding_type
-        if kind not in ("relative", "alibi"):
+        if kind not in ("relative", "alibi") or isinstance(mask, Text):
             return None
 
         def between(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -246,7 +247,7 @@ class TriptychStack(TriptychPreTrainedModel):
                 bias = bias.expand(layout.batch_size, self.config.num_attention_heads, -1, -1)
                 mask, hides_future = None, False
             angles = None
-            if position == "rotary":
+            if position == "rotary" and kind[0] in self.rotary_emb:
                 coordinates = self.coordinates(layout.position_ids, layout.grid)
                 angles = self.rotary_emb[kind[0]](hidden_states, coordinates)
             inputs[kind] = bias, dict(attention_mask=mask, position_embeddings=angles, is_causal=hides_future)

@@ -10,6 +10,7 @@ them and Kaplan et al. (2020, table 1) do. Of one token forward:
 |-----------------------------|----------------------------------------------------------------------------------|
 | a projection W              | 2 |W|, at each depth that uses it                                                |
 | attention                   | 4 H d S: scores of S keys, and the sum of their values                           |
+| a recurrence                | nothing besides its projections                                                  |
 | linear attention            | H (4 f e + 2 C (f + e)): write and read the state, attend within a chunk         |
 | - with the delta rule       | H (2 f e + 2 C f) more, and a triangular system, which is not counted            |
 | - in an encoder             | twice as many, as it reads both ways                                             |
@@ -28,7 +29,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from triptych import TriptychConfig
-from triptych.configuration_triptych import STATE_LAYER_TYPE, TriptychStackConfig
+from triptych.configuration_triptych import RECURRENT_TYPES, TriptychStackConfig
 from triptych.linear_attention import CHUNK_SIZE, TriptychFeatureMap
 from triptych.masks import mark_patterns, read_layout, visibility
 
@@ -36,8 +37,9 @@ from triptych.masks import mark_patterns, read_layout, visibility
 PARTS = {
     r"pooler\.": "pooling",
     r"norm\.": "norms",
-    r"cross_attn\.": "cross-attention",
+    r"cross_attn\.|join_proj\.": "cross-attention",
     r"self_attn\.": "self-attention",
+    r"recurrence\.": "recurrence",
     r"mlp\.": "feed-forward",
     r"embed_positions\.|relative_bias\.": "positions",
     r"embed_": "embeddings",
@@ -46,13 +48,14 @@ PART_NAMES = (
     "embeddings",
     "positions",
     "self-attention",
+    "recurrence",
     "cross-attention",
     "feed-forward",
     "norms",
     "pooling",
 )
 BACKWARD = 2  # products for each of the forward
-PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, TriptychFeatureMap)
+PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, TriptychFeatureMap)
 
 
 @dataclass
@@ -224,14 +227,14 @@ def projection_flops(model: PreTrainedModel) -> Counter[str]:
     configs = stack_configs(model.config)
     counts = Counter()
     for name, module in model.named_modules():
-        is_product = isinstance(module, PRODUCTS) and hasattr(module, "weight")
-        if is_product and not is_once_a_text(model, name):
+        if isinstance(module, PRODUCTS) and not is_once_a_text(model, name):
             stack = reader(name, list(configs))
             is_shared = configs[stack].share_layers and re.search(r"\blayers\.", name)
             times = configs[stack].num_hidden_layers if is_shared else 1
             if isinstance(module, nn.Conv1d):  # of the first convolutions, several outputs become one token
                 times = prod(configs[stack].conv_stride[int(name.rpartition(".")[2]) + 1 :])
-            counts[stack] += 2 * module.weight.numel() * times
+            weights = (weight for own, weight in module.named_parameters(recurse=False) if own.startswith("weight"))
+            counts[stack] += 2 * sum(weight.numel() for weight in weights) * times
     return counts
 
 
@@ -248,7 +251,9 @@ def reader(name: str, stacks: list[str]) -> str:
 
 
 def layer_flops(config: TriptychStackConfig, layer_idx: int, length: int) -> int:
-    """Of a layer's self-attention, besides its projections."""
+    """Of a layer's self-attention, besides its projections; a recurrence has nothing else."""
+    if config.layer_types[layer_idx] in RECURRENT_TYPES:
+        return 0
     if config.layer_types[layer_idx] == "linear_attention":
         return linear_attention_flops(config, length) * (1 if is_causal(config) else 2)
     return attention_flops(config, seen_keys(config, layer_idx, length))
@@ -275,7 +280,8 @@ def cross_attention_flops(config: TriptychStackConfig, length: int) -> dict[str,
         features, values = state_size(config)
         asking = 2 * config.num_attention_heads * features * values
         written = linear_attention_flops(config, length)
-    return {"decoder": asking * config.num_hidden_layers, "encoder": written * config.num_hidden_layers}
+    layers = sum(map(config.reads_encoder, range(config.num_hidden_layers)))
+    return {"decoder": asking * layers, "encoder": written * layers}
 
 
 def state_size(config: TriptychStackConfig) -> tuple[int, int]:
@@ -295,12 +301,14 @@ def cache_size(config: TriptychStackConfig, itemsize: int) -> Cache:
     features, values = state_size(config)
     state = config.num_attention_heads * features * values * torch.float32.itemsize
     cache = Cache()
-    for layer_type in config.cache_layer_types():
-        if layer_type == STATE_LAYER_TYPE:
+    for layer_type, kept_as in zip(config.layer_types, config.cache_layer_types(), strict=True):
+        if layer_type in RECURRENT_TYPES:
+            cache.state += (2 if layer_type == "lstm" else 1) * config.hidden_size * itemsize
+        elif layer_type == "linear_attention":
             channels = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
             cache.state += state + (config.linear_conv_kernel - 1) * channels * itemsize
-        elif layer_type in kept:
-            cache.window += keys_and_values * (kept[layer_type] - 1)  # the last token of a window is the one that asks
+        elif kept_as in kept:
+            cache.window += keys_and_values * (kept[kept_as] - 1)  # the last token of a window is the one that asks
         else:
             cache.token += keys_and_values
     if config.add_cross_attention and config.linear_cross_attention:

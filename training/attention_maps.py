@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from triptych.configuration_triptych import TriptychStackConfig
+from triptych.configuration_triptych import STATE_TYPES, TriptychStackConfig
 from triptych.training.errors import UserError, as_user_error
 
 MOST_TOKENS = 256  # of a text; the page holds the weights of all pairs of tokens, layers and heads
@@ -53,18 +53,19 @@ def read_attention(
     options = dict(output_attentions=True, use_cache=False)
     with as_user_error("the model cannot read this text"):
         if not is_pair:
-            layers = by_layer(linear_layers(model.config), model.base_model(input_ids, **options).attentions)
+            layers = by_layer(with_states(model.config), model.base_model(input_ids, **options).attentions)
             return [AttentionMaps("self-attention", source, source, layers)]
         written = target_ids(model, tokenizer, input_ids, target)
         check_length("--target", written)
         outputs = model.base_model(input_ids, decoder_input_ids=written[:, :-1], **options)
     read, said = token_labels(tokenizer, written[0, :-1]), token_labels(tokenizer, written[0, 1:])
     encoder, decoder = model.config.encoder, model.config.decoder
-    are_linear = [decoder.linear_cross_attention] * decoder.num_hidden_layers
+    layers = range(decoder.num_hidden_layers)
+    without = [decoder.linear_cross_attention or not decoder.reads_encoder(layer_idx) for layer_idx in layers]
     return [
-        AttentionMaps("encoder", source, source, by_layer(linear_layers(encoder), outputs.encoder_attentions)),
-        AttentionMaps("decoder", read, read, by_layer(linear_layers(decoder), outputs.decoder_attentions)),
-        AttentionMaps("cross-attention", said, source, by_layer(are_linear, outputs.cross_attentions)),
+        AttentionMaps("encoder", source, source, by_layer(with_states(encoder), outputs.encoder_attentions)),
+        AttentionMaps("decoder", read, read, by_layer(with_states(decoder), outputs.decoder_attentions)),
+        AttentionMaps("cross-attention", said, source, by_layer(without, outputs.cross_attentions)),
     ]
 
 
@@ -86,15 +87,15 @@ def check_length(option: str, ids: torch.Tensor) -> None:
         raise UserError(f"{option} has {ids.shape[1]} tokens, but maps are drawn of 1 to {MOST_TOKENS}")
 
 
-def linear_layers(config: TriptychStackConfig) -> list[bool]:
-    """Of each layer, whether its self-attention is linear."""
-    return [layer_type == "linear_attention" for layer_type in config.layer_types]
+def with_states(config: TriptychStackConfig) -> list[bool]:
+    """Of each layer, whether it keeps a state in the place of all keys."""
+    return [layer_type in STATE_TYPES for layer_type in config.layer_types]
 
 
-def by_layer(are_linear: list[bool], attentions: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
-    """Recorded weights [1, H, T, S] as those of each layer; linear attention records none."""
+def by_layer(without: list[bool], attentions: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
+    """Recorded weights [1, H, T, S] as those of each layer; those `without` any record none."""
     recorded = iter(attentions)
-    return [None if is_linear else next(recorded)[0].float().cpu() for is_linear in are_linear]
+    return [None if has_none else next(recorded)[0].float().cpu() for has_none in without]
 
 
 def token_labels(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from triptych.configuration_triptych import TriptychStackConfig
+from triptych.configuration_triptych import RECURRENT_TYPES, STATE_TYPES, TriptychStackConfig
 from triptych.training.accounting import (
     BACKWARD,
     Account,
@@ -92,7 +92,7 @@ def pattern(config: TriptychStackConfig, layer_idx: int, length: int) -> list[li
 
 def show_seen(layer: LayerView, length: int) -> str:
     """What a layer's typical token meets of a text of `length` tokens, in words."""
-    return "a state" if layer.kind == "linear_attention" else f"{layer.seen:,} of {length:,} keys"
+    return "a state" if layer.kind in STATE_TYPES else f"{layer.seen:,} of {length:,} keys"
 
 
 def describe_layer(config: TriptychStackConfig, layer_idx: int) -> str:
@@ -103,6 +103,8 @@ def describe_layer(config: TriptychStackConfig, layer_idx: int) -> str:
         words = ["linear attention", map_name]
         words += ["delta rule"] if config.linear_update == "delta" else []
         words += [f"{config.linear_decay} decay"] if config.linear_decay != "none" else []
+    elif layer_type in RECURRENT_TYPES:
+        words = [f"{layer_type.upper()}, {'left to right' if is_causal(config) else 'both ways'}"]
     else:
         sizes = {
             "full_attention": "full attention",
@@ -115,7 +117,7 @@ def describe_layer(config: TriptychStackConfig, layer_idx: int) -> str:
         words += [f"random blocks: {config.num_random_blocks}"] if is_sliding and config.num_random_blocks else []
         is_global = layer_type != "full_attention" and config.num_global_tokens > 0
         words += [f"global tokens: {config.num_global_tokens}"] if is_global else []
-    if getattr(config, "add_cross_attention", False):
+    if getattr(config, "add_cross_attention", False) and config.reads_encoder(layer_idx):
         words.append("linear cross-attention" if config.linear_cross_attention else "cross-attention")
     return ", ".join(words)
 
@@ -132,8 +134,10 @@ def describe_stack(config: TriptychStackConfig) -> list[str]:
         f"{config.num_hidden_layers} layers of width {config.hidden_size}",
         heads,
         "no positions" if positions == "none" else f"{positions} positions",
-        f"{norm}, {config.norm_position}{', sublayers side by side' if config.parallel_residual else ''}",
-        f"feed-forward {config.intermediate_size}, {act}",
+        "no norms"
+        if config.norm_position == "none"
+        else f"{norm}, {config.norm_position}{', sublayers side by side' if config.parallel_residual else ''}",
+        "no feed-forward" if config.mlp_type == "none" else f"feed-forward {config.intermediate_size}, {act}",
     ]
 
 

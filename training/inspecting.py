@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from triptych import TriptychConfig, import_model, modeling_triptych
 from triptych.auto_map import AUTO_CLASSES
 from triptych.configs import preset_names
+from triptych.configuration_triptych import STATE_TYPES
 from triptych.sharing import input_type
 from triptych.training.accounting import Account, stack_configs
 from triptych.training.attention_maps import AttentionMaps, read_attention
@@ -161,9 +162,12 @@ def drawing(stack: StackView, length: int) -> RenderableType:
 
 
 def strip(layer: LayerView) -> Text:
-    """What a token sees, drawn with characters; of linear attention, that there is a state."""
-    is_linear = layer.kind == "linear_attention"
-    drawn = "~" * len(layer.row) if is_linear else "".join(SHADES[math.ceil(share * 4)] for share in layer.row)
+    """What a token sees, drawn with characters; of a layer that keeps a state, that it does."""
+    drawn = (
+        "~" * len(layer.row)
+        if layer.kind in STATE_TYPES
+        else "".join(SHADES[math.ceil(share * 4)] for share in layer.row)
+    )
     return Text(drawn, style=LAYER_COLORS[layer.kind])
 
 

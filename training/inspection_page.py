@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from triptych.configuration_triptych import TriptychStackConfig
+from triptych.configuration_triptych import RECURRENT_TYPES, TriptychStackConfig
 from triptych.training.accounting import Account
 from triptych.training.attention_maps import AttentionMaps
 from triptych.training.describing import Inspection, LayerView, StackView, costs, pattern, show_seen
@@ -161,26 +161,27 @@ NORM_WIDTH, SUBLAYER_WIDTH, GAP = 56, 124, 16
 
 def block_drawing(config: TriptychStackConfig) -> str:
     """One layer from left to right: the residual stream above, below it the branches that add to it."""
-    names = ["self-attention", "cross-attention", "feed-forward"]
-    if not getattr(config, "add_cross_attention", False):
-        names.remove("cross-attention")
+    names = ["recurrence" if config.layer_types[-1] in RECURRENT_TYPES else "self-attention"]
+    names += ["cross-attention"] * getattr(config, "add_cross_attention", False)
+    names += ["feed-forward"] * (config.mlp_type != "none")
     groups = [names] if config.parallel_residual else [[name] for name in names]
     x, drawn = 2 * GAP, ""
     for group in groups:
         boxes = [
-            *[("norm", NORM_WIDTH)] * (config.norm_position != "post"),
+            *[("norm", NORM_WIDTH)] * (config.norm_position in ("pre", "sandwich")),
             ("", SUBLAYER_WIDTH),
             *[("norm", NORM_WIDTH)] * (config.norm_position == "sandwich"),
         ]
         end = x + sum(width + GAP for _, width in boxes) + GAP
         for level, name in enumerate(group):
-            y = BRANCH + level * LEVEL
+            y = BRANCH + level * LEVEL if config.residual else STREAM
             drawn += f'<path class="wire" d="M{x} {STREAM}V{y}H{end}V{STREAM}"/>'
             left = x + GAP
             for label, width in boxes:
                 drawn += box(left, y, width, label or name)
                 left += width + GAP
-        drawn += f'<circle cx="{end}" cy="{STREAM}" r="9"/><text x="{end}" y="{STREAM}">+</text>'
+        if config.residual:
+            drawn += f'<circle cx="{end}" cy="{STREAM}" r="9"/><text x="{end}" y="{STREAM}">+</text>'
         x = end + 2 * GAP
         if config.norm_position == "post":
             drawn += box(x - GAP, STREAM, NORM_WIDTH, "norm")
@@ -240,8 +241,8 @@ to 1. Each map is coloured from 0 to its own largest weight, by the square root,
 <fieldset id="kinds"><legend>attention of</legend></fieldset>
 <div><label for="layer">layer</label><select id="layer"></select></div>
 </div>
-<p id="linear" hidden>This layer is linear attention: it keeps a state and compares no pairs of tokens, so there is no
-map.</p>
+<p id="none" hidden>This layer compares no pairs of tokens: it keeps a state of what it has read, or reads no source. So
+there is no map.</p>
 <div id="heads" class="heads" role="group" aria-label="heads"></div>
 <div id="viewer" class="viewer">
 <div id="frame"><canvas id="map" tabindex="0" role="application" aria-label="attention map: arrow keys choose a pair of

@@ -26,6 +26,8 @@ LAYER_COLORS = {
     "sliding_attention": "#009E73",
     "chunked_attention": "#CC79A7",
     "linear_attention": "#E69F00",
+    "lstm": "#56B4E9",
+    "gru": "#56B4E9",
 }
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..configuration_triptych import TriptychConfig, TriptychStackConfig
+from ..configuration_triptych import RECURRENT_TYPES, TriptychConfig, TriptychStackConfig
 
 Tensors = dict[str, torch.Tensor]
 FREE = ("hidden_dropout", "attention_dropout", "activation_dropout", "classifier_dropout")
@@ -82,6 +82,8 @@ def operate_on_stack(
         kept = chosen_layers(config, changes)
         weights = keep_layers(weights, kept, stack)
         fields |= {"num_hidden_layers": len(kept), "layer_types": [config.layer_types[layer] for layer in kept]}
+        if readers := getattr(config, "cross_attention_layers", None):
+            fields["cross_attention_layers"] = [kept.index(layer) for layer in readers if layer in kept]
         remarks.append(f"layers {', '.join(map(str, kept))} of {config.num_hidden_layers} are kept: needs training.")
     if changes.get("num_key_value_heads", config.num_key_value_heads) != config.num_key_value_heads:
         heads = changes["num_key_value_heads"]
@@ -106,6 +108,7 @@ def operate_on_stack(
         fields["rope_parameters"] = changes["rope_parameters"]
         remarks.append("positions rotate at other speeds: needs training, unless the source was made for it.")
     if reach := {name: changes[name] for name in REACH if name in changes}:
+        refuse_recurrences(fields.get("layer_types", config.layer_types), reach.get("layer_types"))
         if "layer_types" not in reach:  # as a new configuration would choose them
             fields["layer_types"] = None
         fields |= reach
@@ -120,6 +123,16 @@ def operate_on_stack(
         which = "full: exact where the source's" if is_full else "local: exact where"
         remarks.append(f"attention is {which} windows or chunks hold the whole text, else needs training.")
     return fields, weights, remarks
+
+
+def refuse_recurrences(old: list[str], new: list[str] | None):
+    """Raises a ValueError where a recurrence would take the place of attention, or attention that of a recurrence."""
+    pairs = zip(old, new or ["attention"] * len(old), strict=False)
+    if any(one != other and {one, other} & set(RECURRENT_TYPES) for one, other in pairs):
+        raise ValueError(
+            f"`layer_types` is {new}, but was {old}: attention and recurrences cannot change places, as they share no "
+            "weights."
+        )
 
 
 def refuse_other_weights(linear: dict[str, Any]):

@@ -369,3 +369,26 @@ class DecoderHybridTest(Conformance, TrainingTesterMixin, test_fsdp_mixin.FSDPTe
         mlp_type="gated",
         hidden_act="silu",
     )
+
+
+class DecoderRecurrentTest(Conformance, TrainingTesterMixin, test_fsdp_mixin.FSDPTesterMixin, unittest.TestCase):
+    """A language model of two kinds of recurrent layers, with norms and feed-forward layers."""
+
+    topology = "decoder"
+    has_attentions = False
+    fields = dict(layer_types=["lstm", "gru"], position_embedding_type="none", norm_position="pre")
+
+
+class EncoderDecoderRecurrentTest(Conformance, unittest.TestCase):
+    """The translators of 2014 to 2016: deep recurrences without norms, additive scores."""
+
+    topology = "encoder_decoder"
+    has_attentions = False  # but for cross-attention
+    fields = dict(
+        layer_types=["lstm"] * 2,
+        position_embedding_type="none",
+        norm_position="none",
+        residual=False,
+        mlp_type="none",
+        decoder=dict(cross_attention_score="additive"),
+    )

@@ -54,6 +54,7 @@ ODD = {
     "norm_type": "rmsnorm",
     "norm_position": "sandwich",
     "norm_eps": 1e-12,
+    "residual": False,
     "residual_scale": 1.7,
     "position_embedding_type": "alibi",
     "max_position_embeddings": 77,
@@ -77,6 +78,10 @@ ODD = {
     "linear_conv_kernel": 4,
     "linear_output_gate": True,
     "linear_cross_attention": True,
+    "cross_attention_layers": [1],
+    "cross_attention_score": "additive",
+    "cross_attention_window": 3,
+    "cross_attention_alignment": "predictive",
     "hidden_dropout": 0.2,
     "attention_dropout": 0.3,
     "activation_dropout": 0.4,
@@ -126,6 +131,8 @@ NEEDS = {
     "attention_dilation": {"sliding_window": 7},
     "num_random_blocks": {"sliding_window": 7},
     "linear_update": {"linear_feature_map": "unit"},
+    "residual": {"norm_position": "none"},
+    "cross_attention_alignment": {"cross_attention_window": 3},
 }
 NOT_TO_GIVE = {name for name, value in ODD.items() if value is None and name != "pad_token_id"}
 
@@ -335,6 +342,32 @@ REFUSED = [
             [f"'linear_attention', which cannot add the biases of `position_embedding_type` = '{position}'", "rotary"],
         )
         for position in ("relative", "alibi")
+    ),
+    (
+        "encoder",
+        dict(layer_types=["lstm"] * 2, hidden_size=33, head_dim=8, position_embedding_type="none"),
+        ["33", "even", "'lstm'"],
+    ),
+    ("decoder", dict(layer_types=["gru", "full_attention"], is_causal=False), ["`is_causal` is False", "'gru'"]),
+    *(
+        (
+            "decoder",
+            dict(layer_types=["gru", "lstm"], position_embedding_type=position),
+            [f"`position_embedding_type` is '{position}'", "sinusoidal, learned or none"],
+        )
+        for position in ("rotary", "relative", "alibi")
+    ),
+    ("encoder", dict(residual=False), ["`residual` is False", "'post', not 'none'"]),
+    ("encoder", dict(residual=False, norm_position="none", residual_scale=2.0), ["`residual` is False", "2.0, not 1"]),
+    ("decoder", dict(cross_attention_layers=[0, 2]), ["`cross_attention_layers` is [0, 2]", "- 1 = 1"]),
+    ("decoder", dict(cross_attention_layers=[]), ["`cross_attention_layers` is []", "None"]),
+    ("decoder", dict(cross_attention_layers=[0], share_layers=True), ["`cross_attention_layers`", "`share_layers`"]),
+    ("decoder", dict(cross_attention_window=0), ["`cross_attention_window` is 0", "at least 1"]),
+    ("decoder", dict(cross_attention_alignment="predictive"), ["`cross_attention_alignment` is 'predictive'", "None"]),
+    (
+        "decoder",
+        dict(linear_cross_attention=True, cross_attention_score="additive"),
+        ["`linear_cross_attention` is True", "'additive'"],
     ),
     ("encoder", dict(embedding_size=7), ["`embedding_size` is 7", "even"]),
     ("encoder", dict(position_embedding_type="rotary", head_dim=7), ["Rotary", "even", "7"]),

@@ -26,6 +26,8 @@ def by_hand(layer: TriptychLayer, position: str, s: float, x: torch.Tensor, memo
             x = norm(s * x + f(x))
         elif position == "pre":
             x = x + s * f(norm(x))
+        elif position == "none":
+            x = x + s * f(x)
         else:
             x = x + s * after(f(norm(x)))
     return x
@@ -33,9 +35,10 @@ def by_hand(layer: TriptychLayer, position: str, s: float, x: torch.Tensor, memo
 
 @pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("scale", [1.0, 1.7])
-@pytest.mark.parametrize("position", ["post", "pre", "sandwich"])
+@pytest.mark.parametrize("position", ["post", "pre", "sandwich", "none"])
 def test_residual_stream(position, scale, norm_type):
-    """Post-norm: norm(s x + f(x)); pre-norm: x + s f(norm(x)); sandwich: x + s norm(f(norm(x)))."""
+    """Post-norm: norm(s x + f(x)); pre-norm: x + s f(norm(x)); sandwich: x + s norm(f(norm(x)));
+    none: x + s f(x)."""
     config = tiny_config(
         "decoder", norm_position=position, residual_scale=scale, norm_type=norm_type, add_cross_attention=True
     )
@@ -45,16 +48,16 @@ def test_residual_stream(position, scale, norm_type):
     assert_equal(layer(x, memory, is_causal=False), by_hand(layer, position, scale, x, memory))
 
 
-@pytest.mark.parametrize("position", ["post", "pre", "sandwich"])
+@pytest.mark.parametrize("position", ["post", "pre", "sandwich", "none"])
 def test_final_norm(position):
-    """A post-norm stream is normalised already; the others get one norm after the last layer."""
+    """A post-norm stream is normalised already; those with norms inside get one after the last layer."""
     model = tiny_model(triptych.TriptychEncoderModel, norm_position=position)
     states = {}
     model.layers[-1].register_forward_hook(lambda module, inputs, output: states.update(last=output))
     output = model(random_tokens(2, 5)).last_hidden_state
-    expected = states["last"] if position == "post" else model.norm(states["last"])
-    assert torch.equal(output, expected)
-    assert any(name.startswith("norm.") for name, _ in model.named_parameters()) == (position != "post")
+    has_norm = position in ("pre", "sandwich")
+    assert torch.equal(output, model.norm(states["last"]) if has_norm else states["last"])
+    assert any(name.startswith("norm.") for name, _ in model.named_parameters()) == has_norm
 
 
 @pytest.mark.parametrize("act", ["relu", "gelu", "silu"])

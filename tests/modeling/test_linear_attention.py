@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from triptych.linear_attention import TriptychLinearAttention, TriptychStateLayer, linear_attention
+from triptych.linear_attention import TriptychLinearAttention, linear_attention
+from triptych.states import TriptychStateLayer
 
 LINEAR = {
     "elu": {},

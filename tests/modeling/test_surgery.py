@@ -189,6 +189,15 @@ def test_models_of_the_family_are_changed_alike(tmp_path):
         assert_equal(changed(ids).logits, ours(ids).logits)
 
 
+def test_recurrent_layers_are_chosen_with_those_that_read_the_encoder():
+    fields = dict(num_hidden_layers=3, layer_types=["lstm"] * 3, position_embedding_type="none")
+    ours = tiny_model("encoder_decoder", **fields, decoder={"cross_attention_layers": [1, 2]})
+    changed = triptych.import_model(ours, layers=[0, 2])
+    assert changed.config.decoder.cross_attention_layers == [1]
+    old, new = ours.model.decoder.layers[2].state_dict(), changed.model.decoder.layers[1].state_dict()
+    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+
+
 def test_a_backend_is_chosen_at_import(bert):
     assert triptych.import_model(bert, attn_implementation="eager").config._attn_implementation == "eager"
     with pytest.raises(ValueError, match="attn_implementation"):
@@ -205,6 +214,10 @@ def test_a_backend_is_chosen_at_import(bert):
         ({"layers": [2, 1]}, r"`layers` is \[2, 1\], but must be rising numbers from 0 to 2"),
         ({"layers": [0, 3]}, r"`layers` is \[0, 3\], but must be rising numbers from 0 to 2"),
         ({"layer_types": ["sliding_attention"] * 3}, "`sliding_window` is None"),
+        (
+            {"layer_types": ["full_attention", "lstm", "full_attention"]},
+            "attention and recurrences cannot change places",
+        ),
     ],
 )
 def test_a_change_without_meaning_is_refused(gpt2, changes, sentence):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import triptych
 from triptych import TriptychConfig, TriptychForCausalLM, TriptychForConditionalGeneration
-from triptych.linear_attention import Text
+from triptych.states import Text
 from triptych.training.attention_transfer import AttentionTransfer
 from triptych.training.errors import UserError
 from triptych.training.low_rank import add_low_rank, merge_low_rank

@@ -95,6 +95,16 @@ def test_a_backward_pass_takes_two_products_for_each(topology):
     assert 3 * sum(account(model, LENGTH).flops.values()) * LENGTH == counter.get_total_flops()
 
 
+def test_a_recurrence_costs_its_projections_and_keeps_a_state():
+    """torch's counter does not look into its recurrences: an LSTM has four gates, a GRU three, each of width 32."""
+    changes = dict(layer_types=["lstm", "gru"], norm_position="none", mlp_type="none", position_embedding_type="none")
+    model = tiny_model("decoder", **changes)
+    counted = account(model, LENGTH)
+    assert counted.flops == {"decoder": 2 * ((4 + 3) * (32 * 32 + 32 * 32) + 97 * 32)}
+    assert {part.name for part in counted.parts} == {"embeddings", "recurrence"}
+    assert counted.cache.state == cache_size(model(torch.ones(1, 5, dtype=torch.long), use_cache=True).cache)
+
+
 def test_linear_cross_attention_costs_the_source_more_and_the_target_less():
     model = tiny_model("encoder_decoder", decoder=dict(linear_cross_attention=True))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
