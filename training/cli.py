@@ -83,7 +83,7 @@ def train_command(recipe: RecipeArgument, changes: ChangesArgument = None) -> No
 
     triptych train dates
 
-    triptych train multi30k_en_de max_steps=300 cooldown_steps=100 output=runs/short
+    triptych train multi30k_en_de max_steps=300 warmup_steps=100 output=runs/short
 
     triptych train my_recipe.yaml data.splits.train=pairs.tsv model.hidden_size=256 learning_rate=5e-4
 

@@ -340,8 +340,8 @@ def test_scaled_rotary_positions_are_llamas_beyond_training(rope_type):
 
 @torch.no_grad()
 def test_learned_positions_end_with_their_table():
-    """The error names the field, the position and the length of the text."""
+    """The error names the field, the position and the length of what is read, be it a text or a recording."""
     model = tiny_model(TriptychDecoderModel, position_embedding_type="learned", max_position_embeddings=16)
     model(random_tokens(1, 16))
-    with pytest.raises(ValueError, match=r"text of 17 tokens.*0 to 15, as `max_position_embeddings` is 16"):
+    with pytest.raises(ValueError, match=r"sequence of 17 tokens.*0 to 15, as `max_position_embeddings` is 16"):
         model(random_tokens(1, 17))
