@@ -28,7 +28,7 @@ from triptych.training.recipe import RECIPE_FILE, Recipe, load_recipe
 # What is measured of each objective that predicts; the others are language models, measured by their likelihood.
 METRICS = {
     "seq2seq": ["exact_match", "bleu", "chrf", "rouge"],
-    "speech_to_text": ["exact_match", "bleu", "chrf"],
+    "speech_to_text": ["exact_match", "word_error_rate"],
     "sequence_classification": ["accuracy", "f1", "matthews"],
     "regression": ["pearson"],
     "token_classification": ["accuracy"],
@@ -120,8 +120,10 @@ def evaluate_examples(
             if task.name == "seq2seq"
             else transcribe(model, tokenizer, examples, recipe, **options)
         )
+        names = METRICS[task.name]
         # force: that the text is tokenised already is what `tokenize: none` says.
-        scores = compute(METRICS[task.name], written, list(examples["target"]), **vars(recipe.bleu), force=True)
+        how = {**vars(recipe.bleu), "force": True} if "bleu" in names else {}
+        scores = compute(names, written, list(examples["target"]), **how)
         return {"examples": len(examples), **scores}
     labels = list(model.config.label2id) if has_classes(task) else []
     rows = encode(task, examples, tokenizer, recipe, labels)

@@ -25,8 +25,13 @@ SHARED = (
     *("chat_template.jinja", "preprocessor_config.json", "processor_config.json"),
     *(RECIPE_FILE, RECORD_FILE, METRICS_FILE, CURVE_FILE, EVALUATION_FILE),
 )
-# A measure's name among a language model's and all others', to the Hub's word for it.
-HUB_METRICS = {"matthews": "matthews_correlation", "pearson": "pearsonr", "span_f1": "f1"}
+# The Hub's words for measures that are called otherwise here.
+HUB_METRICS = {
+    "matthews": "matthews_correlation",
+    "pearson": "pearsonr",
+    "span_f1": "f1",
+    "word_error_rate": "wer",
+}
 
 
 def push(folder: Path, repo_id: str, private: bool, revision: str | None, with_code: bool) -> str:

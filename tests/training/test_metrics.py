@@ -40,6 +40,7 @@ EXAMPLES = {
     "perplexity": ([3.0, 1.5, 2.5], [2, 1, 3], {"num_bytes": 20}),
     "rouge": (GUESSES, TEXTS, {"use_stemmer": True}),
     "span_f1": (["the cat", "a mat", "two"], [["Cat!", "dog"], ["on the mat"], ["one"]], {}),
+    "word_error_rate": (GUESSES, TEXTS, {}),
 }
 texts = st.lists(st.text(alphabet="ab Zü.,\n", max_size=12), min_size=1, max_size=6)
 
@@ -297,6 +298,20 @@ def test_rouge_by_hand():
 def test_empty_texts_score_nothing(guesses, references):
     scores = compute(["bleu", "chrf", "rouge"], guesses, references)
     assert all(score == 0 for name, score in scores.items() if "signature" not in name)
+
+
+def test_word_error_rate_counts_words_left_out_put_in_and_mistaken():
+    said = ["one two three four", "five six"]
+    for guesses, errors in (
+        (["one two three four", "five six"], 0),
+        (["one three four", "five six"], 1),
+        (["one two two three for", "five six"], 2),
+        (["", "six five nine"], 4 + 2),  # of which five is put in before, and nine takes the place of the other
+        (["a b c d e f g h", "i j k"], 8 + 3),
+    ):
+        assert compute("word_error_rate", guesses, said)["word_error_rate"] == pytest.approx(100 * errors / 6), guesses
+    assert compute("word_error_rate", ["", " "], ["", ""])["word_error_rate"] == 0
+    assert compute("word_error_rate", ["one"], [""])["word_error_rate"] == 100
 
 
 def test_exact_match_is_to_the_character():

@@ -21,7 +21,7 @@ from triptych.training.run import train
 
 MEASURES = {
     "seq2seq": {"exact_match", "bleu", "chrf", "rougeL"},
-    "speech_to_text": {"exact_match", "bleu", "chrf"},
+    "speech_to_text": {"exact_match", "word_error_rate"},
     "sequence_classification": {"accuracy", "f1", "matthews"},
     "regression": {"pearson"},
     "token_classification": {"accuracy"},

@@ -4,7 +4,7 @@
 |---|---|---|
 | `accuracy`, `f1`, `matthews` | the same names | class ids |
 | `pearson` | `pearson`, `spearman` | numbers |
-| `exact_match` | `exact_match` | texts |
+| `exact_match`, `word_error_rate` | the same names | texts |
 | `span_f1` | `span_exact_match`, `span_f1` | answers cut from a text |
 | `bleu`, `chrf` | the same names, `bleu_signature`, `chrf_signature` | translations |
 | `rouge` | `rouge1`, `rouge2`, `rougeL`, `rouge_signature` | summaries |
@@ -34,6 +34,7 @@ METRICS = (
     "perplexity",
     "rouge",
     "span_f1",
+    "word_error_rate",
 )
 
 
