@@ -176,10 +176,10 @@ def evaluate_command(
 ) -> None:
     """Score a model with the measures of its objective, as one JSON line per split.
 
-    Texts that it writes: exact match, BLEU, chrF and ROUGE with their signatures; of speech, words wrong. Labels: accuracy, F1, Matthews or
-    Pearson correlation. Language models: perplexity, and bits per byte. All in percent where that is customary.
-    Without options it scores every test split of the recipe that the model was trained with. Scores of the recipe's
-    splits are kept in the run's folder, in evaluation.json and in the card, README.md.
+    Texts that it writes: exact match, BLEU, chrF and ROUGE with their signatures; of speech, words wrong. Labels:
+    accuracy, F1, Matthews or Pearson correlation. Language models: perplexity, and bits per byte. All in percent where
+    that is customary. Without options it scores every test split of the recipe that the model was trained with. Scores
+    of the recipe's splits are kept in the run's folder, in evaluation.json and in the card, README.md.
 
     **Examples**
 
