@@ -4,7 +4,8 @@
 |---|---|
 | `recipe` | what a training is: one YAML file, with key=value changes |
 | `objectives` | what a model learns: head, columns, collator |
-| `data`, `dates`, `recall`, `digits` | where examples come from: files, or what is generated or comes along |
+| `data`, `streaming` | where examples come from: files, read whole or a window at a time |
+| `dates`, `recall`, `digits` | examples that are generated or come along |
 | `tokenization`, `encoding`, `subwords` | from text to token ids, and tokenizers trained on the data |
 | `senses` | images, videos and recordings as model inputs |
 | `renaming`, `token_dropout` | other words, or none, in their places in each epoch |
@@ -22,5 +23,9 @@
 | `reporting`, `plots` | progress, metrics and pictures |
 | `run` | from a recipe to a folder that `from_pretrained` loads |
 | `evaluation`, `metrics` | what a model writes or predicts, and how well |
-| `demo`, `converting`, `bench`, `attention_bench`, `decoding_bench`, `cli` | the commands |
+| `sharing` | a run's card, and how it goes to the Hub |
+| `inspecting`, `inspection_page` | what is shown of a model, in the terminal and on a page |
+| `accounting`, `describing`, `attention_maps`, `position_views` | that in numbers, words and pictures |
+| `measuring`, `bench`, `attention_bench`, `decoding_bench`, `growth_bench` | time and memory, beside other libraries |
+| `demo`, `converting`, `errors`, `cli` | the commands, and what they say where something is wrong |
 """
