@@ -60,6 +60,12 @@ def check_names(files: Iterable[str | Path]):
             raise ValueError(f"'{file}' may run code and is not read: weights are only read from {SUFFIX} files.")
 
 
+def count_numbers(file: str | Path) -> int:
+    """Returns how many numbers a safetensors file holds, as its header says."""
+    with safe_open(file, framework="pt") as weights:
+        return sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+
+
 def check_claim(model: nn.Module, files: Iterable[str | Path], source: str | Path):
     """Refuses a model that is far larger than what it is to be filled with.
 
@@ -67,10 +73,7 @@ def check_claim(model: nn.Module, files: Iterable[str | Path], source: str | Pat
         model: without memory of its own yet, on the meta device.
         files: all safetensors files that `source` holds.
     """
-    held = 0
-    for file in files:
-        with safe_open(file, framework="pt") as weights:
-            held += sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    held = sum(map(count_numbers, files))
     claimed = sum(parameter.numel() for parameter in model.parameters())
     if claimed > MOST_TIMES * held + MOST_NEW_PARAMETERS:
         raise ValueError(

@@ -9,13 +9,14 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from triptych.sharing import CARD, code_fields, code_files, is_made_here, make_repository, model_card, push_files
 from triptych.training.errors import BROKEN_FILES, Failure, UserError, as_user_error
 from triptych.training.recipe import RECIPE_FILE
 from triptych.training.reporting import CURVE_FILE, FINISHED, METRICS_FILE, RECORD_FILE, write_whole
+from triptych.weight_files import count_numbers
 
 CONFIG_FILE, EVALUATION_FILE = "config.json", "evaluation.json"
 # What of a folder is its model, and what of a run says how it came about. Nothing else in it is anyone's business.
@@ -98,15 +99,9 @@ def count_parameters(folder: Path) -> int:
     count = 0
     for path in sorted(folder.glob("model*.safetensors")):
         try:
-            with safe_open(path, "pt") as weights:
-                shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
+            count += count_numbers(path)
         except SafetensorError as error:
             raise UserError(f"'{path}' is no whole safetensors file: {error}") from error
-        for shape in shapes:
-            size = 1
-            for side in shape:
-                size *= side
-            count += size
     return count
 
 

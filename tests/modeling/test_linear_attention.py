@@ -10,7 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_generation import new_tokens
-from test_relations import in_pieces, inputs_of, scattered
+from test_relations import (
+    assert_cache_forgets,
+    assert_cache_is_no_cache,
+    assert_cache_takes_pads,
+    inputs_of,
+    scattered,
+)
 from tiny import (
     SIDES,
     TOPOLOGIES,
@@ -23,7 +29,7 @@ from tiny import (
     tiny_model,
 )
 from torch.nn import functional as F
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from triptych.linear_attention import TriptychLinearAttention, linear_attention
@@ -279,18 +285,7 @@ def test_gradients_of_padded_batches(topology, stack):
 @torch.no_grad()
 def test_cache_is_no_cache(topology, kind, stack, sizes, pads, seed):
     torch.manual_seed(seed)
-    model, length = model_of(topology, stack), sum(sizes)
-    ids = random_tokens(2, length)
-    mask = torch.ones_like(ids)
-    mask[1, : min(pads, length - 1)] = 0
-    inputs = inputs_of(topology, ids, mask)
-    expected = model(**inputs, use_cache=False).logits
-    cache = None
-    if kind == "static":
-        cache = StaticCache(model.config, max_cache_len=length + 3)
-        cache = cache if topology == "decoder" else EncoderDecoderCache(cache, DynamicCache())
-    actual, _ = in_pieces(model, sizes, cache, **inputs)
-    assert_equal(actual[mask.bool()], expected[mask.bool()])
+    assert_cache_is_no_cache(model_of(topology, stack), kind, sizes, pads)
 
 
 @pytest.mark.parametrize("stack", LINEAR)
@@ -299,11 +294,7 @@ def test_cache_is_no_cache(topology, kind, stack, sizes, pads, seed):
 def test_cache_with_pads_anywhere(stack, sizes, pads, seed):
     """A state takes pads in the middle of a cached text, as after a right-padded prompt."""
     torch.manual_seed(seed)
-    model, length = model_of("decoder", stack), sum(sizes)
-    ids, mask = scattered(random_tokens(1, length), pads)
-    sizes = [*sizes, pads] if pads else sizes
-    actual, _ = in_pieces(model, sizes, input_ids=ids, attention_mask=mask)
-    assert_equal(actual[mask.bool()], model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()])
+    assert_cache_takes_pads(model_of("decoder", stack), sizes, pads)
 
 
 @in_every_stack
@@ -312,17 +303,7 @@ def test_cache_with_pads_anywhere(stack, sizes, pads, seed):
 def test_a_recorded_call_can_be_forgotten(stack, sizes, removed, seed):
     """After `crop`, the text goes on as if the last tokens of the last call had never been."""
     torch.manual_seed(seed)
-    model, ids = model_of("decoder", stack), random_tokens(1, sum(sizes))
-    cache = DynamicCache(config=model.config)
-    cache.activate_past_recording()
-    _, cache = in_pieces(model, sizes, cache, input_ids=ids)
-    removed = min(removed, sizes[-1])
-    cache.crop(-removed)
-    kept = ids.shape[1] - removed
-    assert cache.get_seq_length() == kept
-    more = random_tokens(1, 4)
-    expected = model(torch.cat((ids[:, :kept], more), dim=1), use_cache=False).logits[:, kept:]
-    assert_equal(model(more, cache=cache).logits, expected)
+    assert_cache_forgets(model_of("decoder", stack), sizes, removed)
 
 
 @pytest.mark.parametrize("stack", ["delta", "hybrid"])

@@ -12,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_generation import new_tokens
 from test_linear_attention import GENERATIONS
-from test_relations import in_pieces, inputs_of, scattered
+from test_relations import (
+    assert_cache_forgets,
+    assert_cache_is_no_cache,
+    assert_cache_takes_pads,
+)
 from test_saving import example, outputs, run_without_package
 from tiny import (
     QUICK_BACKENDS,
@@ -29,7 +33,7 @@ from tiny import (
 )
 from torch import nn
 from torch.nn import functional as F
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache
 
 from triptych import TriptychConfig, TriptychForCausalLM, TriptychForConditionalGeneration
 from triptych.alignment import TriptychAlignedAttention
@@ -331,18 +335,7 @@ def test_an_encoder_reads_both_ways_and_a_decoder_one(stack):
 @torch.no_grad()
 def test_cache_is_no_cache(topology, kind, stack, sizes, pads, seed):
     torch.manual_seed(seed)
-    model, length = model_of(topology, stack), sum(sizes)
-    ids = random_tokens(2, length)
-    mask = torch.ones_like(ids)
-    mask[1, : min(pads, length - 1)] = 0
-    inputs = inputs_of(topology, ids, mask)
-    expected = model(**inputs, use_cache=False).logits
-    cache = None
-    if kind == "static":
-        cache = StaticCache(model.config, max_cache_len=length + 3)
-        cache = cache if topology == "decoder" else EncoderDecoderCache(cache, DynamicCache())
-    actual, _ = in_pieces(model, sizes, cache, **inputs)
-    assert_equal(actual[mask.bool()], expected[mask.bool()])
+    assert_cache_is_no_cache(model_of(topology, stack), kind, sizes, pads)
 
 
 @pytest.mark.parametrize("stack", ["search", "deep"])
@@ -351,10 +344,7 @@ def test_cache_is_no_cache(topology, kind, stack, sizes, pads, seed):
 def test_cache_with_pads_anywhere(stack, sizes, pads, seed):
     """A state takes pads in the middle of a cached text, and a call of pads only."""
     torch.manual_seed(seed)
-    model = model_of("decoder", stack)
-    ids, mask = scattered(random_tokens(1, sum(sizes)), pads)
-    actual, _ = in_pieces(model, [*sizes, pads] if pads else sizes, input_ids=ids, attention_mask=mask)
-    assert_equal(actual[mask.bool()], model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()])
+    assert_cache_takes_pads(model_of("decoder", stack), sizes, pads)
 
 
 @torch.no_grad()
@@ -373,15 +363,7 @@ def test_a_state_goes_with_its_beam():
 @torch.no_grad()
 def test_a_recorded_call_can_be_forgotten(stack, sizes, removed, seed):
     torch.manual_seed(seed)
-    model, ids = model_of("decoder", stack), random_tokens(1, sum(sizes))
-    cache = DynamicCache(config=model.config)
-    cache.activate_past_recording()
-    _, cache = in_pieces(model, sizes, cache, input_ids=ids)
-    removed = min(removed, sizes[-1])
-    cache.crop(-removed)
-    more, kept = random_tokens(1, 4), ids.shape[1] - removed
-    expected = model(torch.cat((ids[:, :kept], more), dim=1), use_cache=False).logits[:, kept:]
-    assert_equal(model(more, cache=cache).logits, expected)
+    assert_cache_forgets(model_of("decoder", stack), sizes, removed)
 
 
 @in_every_stack

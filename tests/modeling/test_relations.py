@@ -174,6 +174,46 @@ def in_pieces(model, sizes: list[int], cache=None, **inputs):
     return torch.cat(logits, dim=1), cache
 
 
+def assert_cache_is_no_cache(model, kind: str, sizes: list[int], pads: int | None):
+    """Two texts in pieces through a cache of that kind give what they give in one go.
+
+    Args:
+        pads: on the left of the second text, which keeps a token; None is no mask at all.
+    """
+    length, mask = sum(sizes), None
+    ids = random_tokens(2, length)
+    if pads is not None:
+        mask = torch.ones_like(ids)
+        mask[1, : min(pads, length - 1)] = 0
+    inputs = inputs_of(model.config.topology, ids, mask)
+    expected = model(**inputs, use_cache=False).logits
+    actual, _ = in_pieces(model, sizes, new_cache(kind, model, length), **inputs)
+    real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    assert_equal(actual[real], expected[real])
+
+
+def assert_cache_takes_pads(model, sizes: list[int], pads: int):
+    """A decoder's text may have pads in its middle, and a piece of nothing else."""
+    ids, mask = scattered(random_tokens(1, sum(sizes)), pads)
+    real = mask.bool()
+    actual, _ = in_pieces(model, [*sizes, pads] if pads else sizes, input_ids=ids, attention_mask=mask)
+    assert_equal(actual[real], model(ids, attention_mask=mask, use_cache=False).logits[real])
+
+
+def assert_cache_forgets(model, sizes: list[int], removed: int):
+    """After `crop`, a decoder's text goes on as if the last tokens of the last call had never been."""
+    ids, cache = random_tokens(1, sum(sizes)), DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    _, cache = in_pieces(model, sizes, cache, input_ids=ids)
+    removed = min(removed, sizes[-1])
+    cache.crop(-removed)
+    kept = ids.shape[1] - removed
+    assert cache.get_seq_length() == kept
+    more = random_tokens(1, 4)
+    expected = model(torch.cat((ids[:, :kept], more), dim=1), use_cache=False).logits[:, kept:]
+    assert_equal(model(more, cache=cache).logits, expected)
+
+
 @in_every_position
 @in_every_layer_type
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -184,16 +224,8 @@ def in_pieces(model, sizes: list[int], cache=None, **inputs):
 def test_cache_is_no_cache(topology, kind, layers, position, sizes, pads, is_masked, backend, seed):
     """A chunk of queries against longer keys is misaligned: a sequence in pieces through every cache = one shot."""
     torch.manual_seed(seed)
-    model, length = model_of(topology, position, layers, backend), sum(sizes)
-    ids, mask = random_tokens(2, length), None
-    if is_masked:
-        mask = torch.ones_like(ids)
-        mask[1, : min(pads, length - 1)] = 0  # the second row is padded on the left
-    inputs = inputs_of(topology, ids, mask)
-    expected = model(**inputs, use_cache=False).logits
-    actual, _ = in_pieces(model, sizes, new_cache(kind, model, length), **inputs)
-    real = torch.ones_like(ids).bool() if mask is None else mask.bool()
-    assert_equal(actual[real], expected[real])
+    model = model_of(topology, position, layers, backend)
+    assert_cache_is_no_cache(model, kind, sizes, pads if is_masked else None)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -216,12 +248,7 @@ def test_cache_of_a_narrow_window(name, kind, size, sizes, seed):
 def test_cache_with_pads_anywhere(position, sizes, pads, seed):
     """Full layers keep every token, so pads may come in the middle of a cached text, as after a right-padded prompt."""
     torch.manual_seed(seed)
-    model, length = model_of("decoder", position, "full", "sdpa"), sum(sizes)
-    ids, mask = scattered(random_tokens(1, length), pads)
-    sizes = [*sizes, pads] if pads else sizes
-    actual, _ = in_pieces(model, sizes, input_ids=ids, attention_mask=mask)
-    real = mask.bool()
-    assert_equal(actual[real], model(ids, attention_mask=mask, use_cache=False).logits[real])
+    assert_cache_takes_pads(model_of("decoder", position, "full", "sdpa"), sizes, pads)
 
 
 @in_every_position
