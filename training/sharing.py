@@ -205,10 +205,10 @@ def hub_errors(repo_id: str) -> Iterator[None]:
         yield
     except (ValueError, RuntimeError, OSError, HTTPError) as error:
         # An upload's own error stands behind one that says which file it was.
-        raise _explain(repo_id, error.__cause__ if isinstance(error, RuntimeError) else error) from error
+        raise _explain(repo_id, (isinstance(error, RuntimeError) and error.__cause__) or error) from error
 
 
-def _explain(repo_id: str, error: BaseException | None) -> UserError:
+def _explain(repo_id: str, error: BaseException) -> UserError:
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status == 401:
         return UserError(
