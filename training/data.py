@@ -10,14 +10,16 @@
 | `json`, `parquet` | a row with named columns | `.jsonl`, `.json`, `.parquet` |
 | `conllu` | a sentence of Universal Dependencies: `tokens` (FORM), `labels` (UPOS) and `text` | `.conllu` |
 | `babi` | a story of bAbI (Weston et al. 2016): `tokens`, and as `labels` each answer at its question's `?` | |
+| `idx` | a row of an array of bytes, as MNIST has them (LeCun 1998): a label, or an image | |
 
-Files given side by side hold a column each: line N of each is an example. Each but parquet may be gzipped (`.gz`).
-Text is UTF-8.
+Files given side by side hold a column each: line N of each is an example, or row N of each `idx`. Each but parquet may
+be gzipped (`.gz`). Text is UTF-8.
 """
 
 import csv
 import gzip
 import hashlib
+import math
 import os
 import re
 import zlib
@@ -33,10 +35,14 @@ from datasets.exceptions import DatasetGenerationError
 from triptych.training.dates import generate_dates
 from triptych.training.digits import SPOKEN_DIGITS, generate_moving, generate_sequences, load_spoken, load_written
 from triptych.training.errors import UserError, unknown_name
-from triptych.training.recall import generate_recall
+from triptych.training.recall import as_pairs, generate_recall
 from triptych.training.recipe import DataRecipe, SourceRecipe
 
-DATA_VARIABLE = "TRIPTYCH_DATA"
+# Variables that stand for folders in the names of files: the folder where one is unset, and what lies there.
+FOLDERS = {
+    "TRIPTYCH_DATA": ("../shared/data", "the data folder"),
+    "FASHION_MNIST": ("/usr/share/datasets/fashion-mnist", "the folder of Debian's package dataset-fashion-mnist"),
+}
 FORMAT_OF_ENDING = {
     ".tsv": "tsv",
     ".csv": "csv",
@@ -70,7 +76,8 @@ def load_split(
     if recipe.dates:
         return generate_dates(split, recipe.dates[split], seed)
     if recipe.recall.sizes:
-        return generate_recall(split, recipe.recall, seed)
+        rows = generate_recall(split, recipe.recall, seed)
+        return as_pairs(rows) if "source" in columns else rows
     if recipe.digits:
         return load_written(recipe.digits[split])
     if recipe.moving_digits:
@@ -78,7 +85,8 @@ def load_split(
     if recipe.spoken_sequences:
         return generate_sequences(find_file(SPOKEN_DIGITS), split, recipe.spoken_sequences[split], seed)
     if recipe.spoken_digits:
-        return load_spoken(find_file(SPOKEN_DIGITS), recipe.spoken_digits[split])
+        numbers = recipe.spoken_digits[split]
+        return load_spoken(find_file(SPOKEN_DIGITS), numbers, recipe.held_out_speaker, split)
     return load_files(known[split], columns, optional, recipe)
 
 
@@ -112,17 +120,34 @@ def format_of(path: Path, source: SourceRecipe, recipe: DataRecipe) -> str:
 
 
 def find_file(name: str) -> Path:
-    """Return the path that `name` stands for, with `$TRIPTYCH_DATA` filled in.
+    """Return the path that `name` stands for, with a variable of `FOLDERS`, such as `$TRIPTYCH_DATA`, filled in.
 
-    Where that variable is unset it is `../shared/data`, seen from the current folder.
+    Raises:
+        UserError: there is no such file; where its folder is a variable's, what to set that to.
     """
-    folder = os.environ.get(DATA_VARIABLE, "../shared/data")
-    path = Path(name.replace(f"${DATA_VARIABLE}", folder)).expanduser()
+    hint = ""
+    for variable, (default, what) in FOLDERS.items():
+        if f"${variable}" in name:
+            folder = os.environ.get(variable, default)
+            name = name.replace(f"${variable}", folder)
+            hint = f": set {variable} to {what} (now '{folder}')"
+    path = Path(name).expanduser()
     if path.is_file():
         return path
     problem = "is a folder" if path.is_dir() else "does not exist"
-    hint = f": set {DATA_VARIABLE} to the data folder (now '{folder}')" if DATA_VARIABLE in name else ""
     raise UserError(f"data file '{path}' {problem}{hint}")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return what a file holds, plain or gzipped.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"data file '{path}' cannot be read: {error}") from error
 
 
 def read_text(path: Path) -> str:
@@ -131,10 +156,7 @@ def read_text(path: Path) -> str:
     Raises:
         UserError: the file cannot be read, is empty, or is not UTF-8 (the line is named).
     """
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"data file '{path}' cannot be read: {error}") from error
+    raw = read_bytes(path)
     if not raw.strip():
         raise UserError(f"data file '{path}' is empty")
     try:
@@ -150,6 +172,22 @@ def read_lines(path: Path) -> list[str]:
     Only a line feed (or carriage return and line feed) ends a line: text may hold other Unicode separators.
     """
     return [line.removesuffix("\r") for line in read_text(path).removesuffix("\n").split("\n")]
+
+
+def read_idx(path: Path) -> list[np.ndarray]:
+    """Return the rows of an array of unsigned bytes in the IDX format, plain or gzipped: numbers, or rows of pixels.
+
+    Raises:
+        UserError: the file cannot be read, is of another format, or is not as long as it says.
+    """
+    raw = read_bytes(path)
+    if raw[:3] != b"\0\0\x08" or len(raw) < 4 + 4 * raw[3]:
+        raise UserError(f"data file '{path}' is no IDX file of unsigned bytes")
+    start = 4 + 4 * raw[3]
+    shape = [int(size) for size in np.frombuffer(raw[4:start], ">u4")]
+    if len(raw) - start != math.prod(shape):
+        raise UserError(f"data file '{path}' has {len(raw) - start:,} values, but says {math.prod(shape):,}")
+    return list(np.frombuffer(raw[start:], np.uint8).reshape(shape))
 
 
 def digest_of(datasets: Iterable[Dataset]) -> str:
@@ -175,7 +213,9 @@ def _read(source: SourceRecipe, columns: Sequence[str], optional: Sequence[str],
     paths = [find_file(name) for name in names]
     renamed = recipe.columns | source.columns
     if len(paths) > 1:
-        dataset = _read_side_by_side(paths, [*columns, *optional][: max(len(columns), len(paths))])
+        dataset = _read_side_by_side(
+            paths, [*columns, *optional][: max(len(columns), len(paths))], format_of(paths[0], source, recipe)
+        )
     else:
         read = READERS[format_of(paths[0], source, recipe)]
         names = [renamed.get(column, column) for column in columns]
@@ -185,19 +225,20 @@ def _read(source: SourceRecipe, columns: Sequence[str], optional: Sequence[str],
     return _take_part(dataset, source.part) if source.part else dataset
 
 
-def _read_side_by_side(paths: list[Path], columns: Sequence[str]) -> Dataset:
+def _read_side_by_side(paths: list[Path], columns: Sequence[str], format: str) -> Dataset:
     if len(paths) != len(columns):
         raise UserError(
             f"files side by side are one for each of the columns {', '.join(columns)}, but {len(paths)} are given"
         )
-    texts = [read_lines(path) for path in paths]
-    for path, lines in zip(paths, texts, strict=True):
-        if len(lines) != len(texts[0]):
+    read, what = (read_idx, "rows") if format == "idx" else (read_lines, "lines")
+    values = [read(path) for path in paths]
+    for path, own in zip(paths, values, strict=True):
+        if len(own) != len(values[0]):
             raise UserError(
-                f"files side by side need equally many lines, but '{paths[0]}' has {len(texts[0])} and "
-                f"'{path}' {len(lines)}"
+                f"files side by side need equally many {what}, but '{paths[0]}' has {len(values[0])} and "
+                f"'{path}' {len(own)}"
             )
-    return Dataset.from_dict(dict(zip(columns, texts, strict=True)))
+    return Dataset.from_dict(dict(zip(columns, values, strict=True)))
 
 
 def _read_by_pattern(path: Path, columns: list[str], pattern: str | None) -> Dataset:
@@ -313,6 +354,10 @@ def _read_babi(path: Path, *_: Any) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def _read_idx(path: Path, columns: list[str], _: Any) -> Dataset:
+    return _read_side_by_side([path], columns, "idx")
+
+
 READERS = {
     "lines": _read_by_pattern,
     "document": _read_document,
@@ -323,6 +368,7 @@ READERS = {
     "parquet": _read_parquet,
     "conllu": _read_conllu,
     "babi": _read_babi,
+    "idx": _read_idx,
 }
 
 
@@ -345,6 +391,8 @@ def _check_value(value: Any, column: str, where: str) -> None:
         expected = "a list of texts"
     elif column in ("label", "answer_start"):
         fits, expected = isinstance(value, str | int | float), "text or a number"
+    elif column in ("image", "audio"):
+        fits, expected = isinstance(value, str | list), "a path or numbers"
     else:
         fits, expected = isinstance(value, str), "text"
     if not fits:

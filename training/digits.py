@@ -9,7 +9,8 @@
 
 Images are shuffled once and for all, and a split is a share of them: the last fifth is the customary test. Videos are
 generated, so many for each split, from the images of that split. Recordings have a number from 0 to 49 for each speaker
-and digit, and a split is a range of these: 0 to 4 are the official test. Sequences are generated as videos are.
+and digit, and a split is a range of these: 0 to 4 are the official test. With a `held_out_speaker` the tests are of
+that one, whom training and validation do not hear. Sequences are generated as videos are.
 """
 
 from pathlib import Path
@@ -71,23 +72,33 @@ def generate_moving(split: str, size: int, seed: int) -> Dataset:
     return Dataset.from_dict({"video": videos, "label": labels})
 
 
-def load_spoken(path: Path, numbers: list[int]) -> Dataset:
+def load_spoken(path: Path, numbers: list[int], held_out: int | None = None, split: str = "") -> Dataset:
     """Return the recordings with the numbers from one to another, such as [0, 4], of all speakers and digits.
 
     Args:
         path: of the archive: `audio`, all samples; `offsets`, where each recording begins, and the end; and the
-            `digit` and the number, `index`, of each.
+            `digit`, the number, `index`, and the `speaker` of each.
+        held_out: the speaker whom tests are of, and only they; None mixes the speakers.
+        split: its name, which says whether it is a test.
 
     Raises:
-        UserError: impossible numbers.
+        UserError: impossible numbers, or an unknown speaker.
     """
     if len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
         raise UserError(
             f"a split of recipe key 'data.spoken_digits' must be two numbers, such as [0, 4], not {numbers}"
         )
     with np.load(path) as archive:
-        audio, offsets, digit, index = (archive[name] for name in ("audio", "offsets", "digit", "index"))
-    chosen = np.flatnonzero((index >= numbers[0]) & (index <= numbers[1]))
+        audio, offsets, digit, index, speaker = (
+            archive[name] for name in ("audio", "offsets", "digit", "index", "speaker")
+        )
+    is_chosen = (index >= numbers[0]) & (index <= numbers[1])
+    if held_out is not None:
+        if held_out not in speaker:
+            known = ", ".join(str(number) for number in np.unique(speaker))
+            raise UserError(f"recipe key 'data.held_out_speaker' must be one of {known}, not {held_out}")
+        is_chosen &= (speaker == held_out) == (split not in ("train", "validation"))
+    chosen = np.flatnonzero(is_chosen)
     samples = [audio[offsets[number] : offsets[number + 1]] for number in chosen]
     return Dataset.from_dict({"audio": samples, "label": [str(label) for label in digit[chosen]]})
 

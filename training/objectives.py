@@ -85,6 +85,7 @@ from triptych.training.senses import (
     encode_videos,
     input_size,
     processor_digest,
+    read_whole,
 )
 from triptych.training.tokenization import MASK, SENTINELS, SEP, tokenizer_digest
 
@@ -310,6 +311,8 @@ def build_examples(
     if task.name == "next_sentence":
         return NextSentencePairs(rows, tokenizer, recipe.data.max_length or 512, recipe.seed)
     lengths = row_lengths(task, rows)
+    if not task.has_texts:
+        rows = read_whole(rows, INPUTS[task.objective.sense][0])
     return Examples(rows.with_format("numpy") if task.objective.sense else rows, lengths, recipe.seed)
 
 

@@ -2,7 +2,8 @@
 
 A text begins with `queries` keys. Somewhere behind them, among noise, each of these keys stands once with a value after
 it, as do others that nobody asks for. The label of a query is the value of its key. This is the task of Arora et al.
-(2023, arXiv 2312.04927, section 3) with the queries first, so that they can be global tokens.
+(2023, arXiv 2312.04927, section 3) with the queries first, so that they can be global tokens. For encoder-decoders the
+text is the source, and the values that are asked for are the target.
 """
 
 import numpy as np
@@ -34,6 +35,16 @@ def generate_recall(split: str, recipe: RecallRecipe, seed: int) -> Dataset:
         tokens.append([f"k{keys[pair]}" for pair in asked] + text)
         labels.append([f"v{values[pair]}" for pair in asked] + [""] * body)
     return Dataset.from_dict({"tokens": tokens, "labels": labels})
+
+
+def as_pairs(texts: Dataset) -> Dataset:
+    """Return the texts as `source`, and as `target` the values of their queries, in order."""
+    return Dataset.from_dict(
+        {
+            "source": [" ".join(tokens) for tokens in texts["tokens"]],
+            "target": [" ".join(label for label in labels if label) for labels in texts["labels"]],
+        }
+    )
 
 
 def check(recipe: RecallRecipe) -> None:

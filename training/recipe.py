@@ -28,7 +28,7 @@ class SourceRecipe:
 
     Attributes:
         file: a path, or one per column of the objective, line N of each making an example. `$TRIPTYCH_DATA` stands
-            for the data folder.
+            for the data folder, `$FASHION_MNIST` for that of Fashion-MNIST.
         format: how to read it, see `triptych.training.data`; null goes by the file's ending.
         columns: the objective's column to the file's, where the names differ.
         pattern: of `lines`: a regular expression whose named groups are the columns.
@@ -88,6 +88,8 @@ class DataRecipe:
         recall: another generated task, see `triptych.training.recall`.
         digits, moving_digits, spoken_digits, spoken_sequences: split name to a share, a number of videos, a range of
             recordings or a number of sequences, see `triptych.training.digits`.
+        held_out_speaker: of `spoken_digits`, 0 to 5: whose recordings the tests are, and no other split's; null mixes
+            the speakers.
     """
 
     splits: dict[str, str | list[str] | list[SourceRecipe]] = field(default_factory=dict)
@@ -110,6 +112,7 @@ class DataRecipe:
     moving_digits: dict[str, int] = field(default_factory=dict)
     spoken_digits: dict[str, list[int]] = field(default_factory=dict)
     spoken_sequences: dict[str, int] = field(default_factory=dict)
+    held_out_speaker: int | None = None
 
     def named_splits(self) -> dict[str, Any]:
         """Return what each split is: so many generated examples, a part of them, or files."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import Array2D, Array3D, Array4D, Dataset
 from PIL import Image, UnidentifiedImageError
 from transformers import (
     AutoFeatureExtractor,
@@ -40,6 +41,7 @@ PROCESSORS = {
     "audio": (WhisperFeatureExtractor, AutoFeatureExtractor),
 }
 MODEL_INPUTS = ("pixel_values", "input_features")
+ARRAYS = {2: Array2D, 3: Array3D, 4: Array4D}  # by the number of their dimensions
 
 
 def build_processor(recipe: Recipe, sense: str) -> Processor:
@@ -175,6 +177,12 @@ def _features(examples: Columns, encoder: Encoder, **options: bool) -> Mapping[s
     rate, seconds = encoder.processor.sampling_rate, encoder.processor.chunk_length
     recordings = [read_recording(source, row, rate, seconds) for row, source in enumerate(examples["audio"], start=1)]
     return encoder.processor(recordings, sampling_rate=rate, return_tensors="np", **options)
+
+
+def read_whole(rows: Dataset, name: str) -> Dataset:
+    """Return rows whose inputs, all of one size, are read as arrays: list by list it takes four times as long."""
+    shape = np.array(rows[0][name]).shape
+    return rows.cast_column(name, ARRAYS[len(shape)](shape, "float32"))
 
 
 def input_size(values: Any) -> int:

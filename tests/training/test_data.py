@@ -1,5 +1,6 @@
 import gzip
 import json
+import struct
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -104,6 +105,38 @@ def test_parallel_files_of_unequal_length_name_both_counts(tmp_path):
     (tmp_path / "a.en").write_text("one\ntwo\nthree\n")
     with pytest.raises(UserError, match=r"a\.de' has 2 and '.*a\.en' 3"):
         load_files([str(tmp_path / "a.de"), str(tmp_path / "a.en")], COLUMNS)
+
+
+def idx(values, shape):
+    return bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + bytes(values)
+
+
+def test_arrays_in_the_format_of_mnist(tmp_path):
+    (tmp_path / "images").write_bytes(idx(range(12), (2, 3, 2)))
+    (tmp_path / "labels.gz").write_bytes(gzip.compress(idx([7, 9], (2,))))
+    pair = [str(tmp_path / "images"), str(tmp_path / "labels.gz")]
+    recipe = DataRecipe(format="idx")
+    examples = load_files(pair, ("image", "label"), recipe=recipe)[:]
+    assert examples == {"image": [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]], "label": [7, 9]}
+    (tmp_path / "images").write_bytes(idx(range(6), (1, 3, 2)))
+    with pytest.raises(UserError, match=r"equally many rows, but '.*images' has 1 and '.*labels\.gz' 2"):
+        load_files(pair, ("image", "label"), recipe=recipe)
+    with pytest.raises(UserError, match="one for each of the columns image, label, but 1 are given"):
+        load_files(pair[:1], ("image", "label"), recipe=recipe)
+    for content, sentence in (
+        (b"", "is no IDX file of unsigned bytes"),
+        (b"\0\0\x0b\1\0\0\0\0", "is no IDX file of unsigned bytes"),
+        (idx(range(5), (1, 3, 2)), "has 5 values, but says 6"),
+    ):
+        (tmp_path / "images").write_bytes(content)
+        with pytest.raises(UserError, match=rf"images' {sentence}"):
+            load_files(pair, ("image", "label"), recipe=recipe)
+
+
+def test_clothes_say_which_package_has_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("FASHION_MNIST", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"train-images.* set FASHION_MNIST .* package dataset-fashion-mnist .*nowhere"):
+        load_split(load_recipe("fashion_mnist").data, "train", ("image", "label"))
 
 
 def read(tmp_path, content, wanted, **source):

@@ -37,6 +37,14 @@ def test_splits_differ_and_seeds_decide():
     assert train == again and train != other and train[:5] != test
 
 
+def test_an_encoder_decoder_writes_the_values():
+    recipe = DataRecipe(recall=RecallRecipe(**SMALL))
+    texts = load_split(recipe, "train", ("tokens", "labels"))
+    for row, text in zip(load_split(recipe, "train", ("source", "target")), texts, strict=True):
+        assert row["source"].split() == text["tokens"]
+        assert row["target"].split() == text["labels"][:4]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

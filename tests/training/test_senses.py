@@ -161,7 +161,9 @@ def test_moving_digits_move_by_a_pixel_a_frame():
 
 def test_spoken_digits_are_split_by_their_numbers(tmp_path, monkeypatch):
     (tmp_path / "fsdd").mkdir()
-    arrays = dict(audio=np.arange(6, dtype=np.int16), offsets=[0, 1, 3, 6], digit=[7, 8, 9], index=[0, 5, 4])
+    arrays = dict(
+        audio=np.arange(6, dtype=np.int16), offsets=[0, 1, 3, 6], digit=[7, 8, 9], index=[0, 5, 4], speaker=[0, 1, 2]
+    )
     np.savez(tmp_path / "fsdd" / "fsdd_8khz_int16.npz", **arrays)
     monkeypatch.setenv("TRIPTYCH_DATA", str(tmp_path))
     recipe = DataRecipe(spoken_digits={"train": [5, 49], "test": [0, 4]})
@@ -171,12 +173,25 @@ def test_spoken_digits_are_split_by_their_numbers(tmp_path, monkeypatch):
         load_split(DataRecipe(spoken_digits={"train": [4]}), "train", ("audio", "label"))
 
 
+def test_a_held_out_speaker_is_heard_in_tests_alone(tmp_path, monkeypatch):
+    (tmp_path / "fsdd").mkdir()
+    arrays = dict(audio=np.arange(4, dtype=np.int16), offsets=[0, 1, 2, 3, 4], digit=[5, 6, 7, 8])
+    np.savez(tmp_path / "fsdd" / "fsdd_8khz_int16.npz", **arrays, index=[0, 0, 9, 9], speaker=[0, 1, 0, 1])
+    monkeypatch.setenv("TRIPTYCH_DATA", str(tmp_path))
+    whole = {"train": [0, 49], "validation": [9, 49], "test": [0, 49]}
+    splits = DataRecipe(spoken_digits=whole, held_out_speaker=1)
+    heard = {name: load_split(splits, name, ("audio", "label"))["label"][:] for name in whole}
+    assert heard == {"train": ["5", "7"], "validation": ["7"], "test": ["6", "8"]}
+    with pytest.raises(UserError, match=r"'data\.held_out_speaker' must be one of 0, 1, not 2"):
+        load_split(DataRecipe(spoken_digits=whole, held_out_speaker=2), "test", ("audio", "label"))
+
+
 def test_sequences_are_joined_of_short_recordings_of_their_split(tmp_path, monkeypatch):
     (tmp_path / "fsdd").mkdir()
     lengths = np.array([3, 4, 5, LONGEST + 1, 6])
     arrays = dict(
         audio=np.arange(lengths.sum()).astype(np.int16), offsets=[0, *lengths.cumsum()], digit=[1, 2, 3, 4, 5],
-        index=[10, 20, 0, 30, 49],
+        index=[10, 20, 0, 30, 49], speaker=[0, 0, 0, 0, 0],
     )  # fmt: skip
     np.savez(tmp_path / "fsdd" / "fsdd_8khz_int16.npz", **arrays)
     monkeypatch.setenv("TRIPTYCH_DATA", str(tmp_path))
