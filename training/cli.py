@@ -429,6 +429,28 @@ def bench_growth_command(
     show_growth_benchmark(run_growth_benchmark(rounds, threads), picture, json_lines)
 
 
+@bench_app.command(name="recurrence")
+def bench_recurrence_command(
+    max_length: Annotated[int, typer.Option(min=16, help="Longest text, in tokens; each is half of the next.")] = 1024,
+    rounds: RoundsOption = 3,
+    threads: ThreadsOption = 0,
+    picture: Annotated[Path, typer.Option(help="Where to draw the curves.")] = Path("recurrence.png"),
+    json_lines: JsonOption = False,
+) -> None:
+    """A Transformer beside what it replaced: tokens a second in training and in writing against the length of texts.
+
+    **Examples**
+
+    triptych bench recurrence
+
+    triptych bench recurrence --max-length 256 --rounds 5 --json > recurrence.jsonl
+    """
+    from triptych.training.recurrence_bench import run_recurrence_benchmark, show_recurrence_benchmark
+
+    paces = run_recurrence_benchmark(_halves(max_length, at_least=16), rounds, threads)
+    show_recurrence_benchmark(paces, picture, json_lines)
+
+
 def _halves(longest: int, at_least: int) -> list[int]:
     """Seven lengths, each half of the one before, as far as they are long enough."""
     return [length for length in (longest >> power for power in range(7)) if length >= at_least]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych import TriptychConfig, TriptychForCausalLM
-from triptych.training.measuring import device, run_apart, seconds_of
+from triptych.training.measuring import device, run_apart, seconds_of, training_step
 from triptych.training.memory import keep_freed_memory
 from triptych.training.plots import plot_growth
 from triptych.training.reporting import follow
@@ -56,15 +56,8 @@ def measure_growth(axis: str, value: int, rounds: int, threads: int) -> Growth:
         num_hidden_layers=shape["layers"], num_attention_heads=4, position_embedding_type="rotary",
         norm_position="pre",
     )  # fmt: skip
-    model = TriptychForCausalLM(config).to(device()).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(config.vocab_size, (shape["texts"], shape["tokens"]), device=device())
-
-    def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = training_step(TriptychForCausalLM(config).to(device()), tokens)
     times = [seconds_of(step) for _ in range(rounds + 1)][1:]  # the first one warms up
     return Growth(axis, value, statistics.median(times) / tokens.numel())
 

@@ -16,6 +16,7 @@ from triptych.training.attention_maps import AttentionMaps, read_attention
 from triptych.training.position_views import PositionView
 from triptych.training.reporting import read_metrics
 
+Curves = dict[str, list[tuple[float, float]]]  # by their labels
 # Colours of the palette by Okabe and Ito (2008), told apart with any colour vision.
 TRAINING_COLOR, VALIDATION_COLOR = "#0072B2", "#D55E00"
 SCORE_COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -65,15 +66,23 @@ def plot_losses(metrics: Path, picture: Path, title: str) -> None:
 
 def plot_costs(costs: list, exponents: dict[str, tuple[float, float]], picture: Path) -> None:
     """Draw seconds and bytes of `attention_bench.Cost`s against their lengths, to a PNG file, both on log scales."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
-    for color, contestant in zip(cycle(SCORE_COLORS), dict.fromkeys(cost.contestant for cost in costs)):
+    curves: dict[str, Curves] = {"seconds, forward and backward": {}, "MiB at the peak": {}}
+    for contestant in dict.fromkeys(cost.contestant for cost in costs):
         own = [cost for cost in costs if cost.contestant == contestant]
-        lengths = [cost.length for cost in own]
         drawn = [[cost.seconds for cost in own], [cost.peak_bytes / 2**20 for cost in own]]
-        for panel, values, exponent in zip(panels, drawn, exponents.get(contestant, (None, None)), strict=True):
-            label = contestant if exponent is None else f"{contestant}: T^{exponent:.2f}"
-            panel.plot(lengths, values, color=color, marker="o", linewidth=2, label=label)
-    for panel, what in zip(panels, ("seconds, forward and backward", "MiB at the peak"), strict=True):
+        exponent = exponents.get(contestant, (None, None))
+        for panel, values, power in zip(curves.values(), drawn, exponent, strict=True):
+            label = contestant if power is None else f"{contestant}: T^{power:.2f}"
+            panel[label] = list(zip([cost.length for cost in own], values, strict=True))
+    plot_curves(curves, picture)
+
+
+def plot_curves(curves: dict[str, Curves], picture: Path) -> None:
+    """Draw a panel of curves over numbers of tokens for each measure, to a PNG file, all on log scales."""
+    figure, panels = plt.subplots(1, len(curves), figsize=(5.5 * len(curves), 5), layout="constrained")
+    for panel, (what, own) in zip(panels, curves.items(), strict=True):
+        for color, (label, points) in zip(cycle(SCORE_COLORS), own.items()):
+            panel.plot(*zip(*points, strict=True), color=color, marker="o", linewidth=2, label=label)
         panel.set(xlabel="tokens", ylabel=what, xscale="log", yscale="log")
         panel.grid(alpha=0.3, which="both")
         panel.legend()
