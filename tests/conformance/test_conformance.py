@@ -94,7 +94,7 @@ class ModelTester:
         self.topology = topology
         self.fields = fields
         self.input_type = fields.get("input_type", "text")
-        if self.input_type == "image":
+        if self.input_type in ("image", "video"):  # a video of one tubelet in time has as many tokens
             self.seq_length = self.encoder_seq_length = self.mask_length + 1
         # What the suite trains and runs on two ranks. But for `generate()`, nothing there asks that it be causal.
         self.causal_lm_class = {
@@ -112,9 +112,10 @@ class ModelTester:
         if self.input_type == "audio":
             frames = 2 * self.seq_length - 2  # two become one token, behind the class token
             inputs["input_features"] = floats_tensor([self.batch_size, config.num_mel_bins, frames])
-        elif self.input_type == "image":
-            sides = [self.image_size, self.image_size]
-            inputs["pixel_values"] = floats_tensor([self.batch_size, config.num_channels, *sides])
+        elif self.input_type in ("image", "video"):
+            frames = [config.num_frames] if self.input_type == "video" else []
+            sides = [config.num_channels, self.image_size, self.image_size]
+            inputs["pixel_values"] = floats_tensor([self.batch_size, *frames, *sides])
         if inputs:
             return config, inputs
         for side in ("", "decoder_") if self.topology == "encoder_decoder" else ("",):
@@ -208,6 +209,13 @@ class ImageTest(Conformance, unittest.TestCase):
         norm_position="pre",
         classifier_head="linear",
     )
+
+
+class VideoTest(Conformance, unittest.TestCase):
+    """ViViT and its kind."""
+
+    topology = "encoder"
+    fields = ImageTest.fields | dict(input_type="video", num_frames=2, tubelet_size=2)
 
 
 class AudioTest(Conformance, unittest.TestCase):
