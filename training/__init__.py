@@ -26,6 +26,7 @@
 | `sharing` | a run's card, and how it goes to the Hub |
 | `inspecting`, `inspection_page` | what is shown of a model, in the terminal and on a page |
 | `accounting`, `describing`, `attention_maps`, `position_views` | that in numbers, words and pictures |
-| `measuring`, `bench`, `attention_bench`, `decoding_bench`, `growth_bench` | time and memory, beside other libraries |
+| `measuring`, `bench` | time and memory, beside other libraries |
+| `attention_bench`, `decoding_bench`, `growth_bench`, `recurrence_bench` | the same against lengths and sizes |
 | `demo`, `converting`, `errors`, `cli` | the commands, and what they say where something is wrong |
 """

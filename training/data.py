@@ -181,9 +181,10 @@ def read_idx(path: Path) -> list[np.ndarray]:
         UserError: the file cannot be read, is of another format, or is not as long as it says.
     """
     raw = read_bytes(path)
-    if raw[:3] != b"\0\0\x08" or len(raw) < 4 + 4 * raw[3]:
+    dimensions = raw[3] if raw.startswith(b"\0\0\x08") and len(raw) > 3 else 0
+    start = 4 + 4 * dimensions
+    if not dimensions or len(raw) < start:
         raise UserError(f"data file '{path}' is no IDX file of unsigned bytes")
-    start = 4 + 4 * raw[3]
     shape = [int(size) for size in np.frombuffer(raw[4:start], ">u4")]
     if len(raw) - start != math.prod(shape):
         raise UserError(f"data file '{path}' has {len(raw) - start:,} values, but says {math.prod(shape):,}")
@@ -212,14 +213,12 @@ def _read(source: SourceRecipe, columns: Sequence[str], optional: Sequence[str],
     names = [source.file] if isinstance(source.file, str) else source.file
     paths = [find_file(name) for name in names]
     renamed = recipe.columns | source.columns
+    format = format_of(paths[0], source, recipe)
     if len(paths) > 1:
-        dataset = _read_side_by_side(
-            paths, [*columns, *optional][: max(len(columns), len(paths))], format_of(paths[0], source, recipe)
-        )
+        dataset = _read_side_by_side(paths, [*columns, *optional][: max(len(columns), len(paths))], format)
     else:
-        read = READERS[format_of(paths[0], source, recipe)]
         names = [renamed.get(column, column) for column in columns]
-        dataset = read(paths[0], names, source.pattern or recipe.pattern)
+        dataset = READERS[format](paths[0], names, source.pattern or recipe.pattern)
     present = [column for column in optional if {column, renamed.get(column)} & set(dataset.column_names)]
     dataset = _choose_columns(dataset, paths[0], [*columns, *present], renamed)
     return _take_part(dataset, source.part) if source.part else dataset

@@ -125,12 +125,23 @@ def test_arrays_in_the_format_of_mnist(tmp_path):
         load_files(pair[:1], ("image", "label"), recipe=recipe)
     for content, sentence in (
         (b"", "is no IDX file of unsigned bytes"),
+        (b"\0\0\x08", "is no IDX file of unsigned bytes"),
+        (b"\0\0\x08\3\0\0", "is no IDX file of unsigned bytes"),
         (b"\0\0\x0b\1\0\0\0\0", "is no IDX file of unsigned bytes"),
         (idx(range(5), (1, 3, 2)), "has 5 values, but says 6"),
     ):
         (tmp_path / "images").write_bytes(content)
         with pytest.raises(UserError, match=rf"images' {sentence}"):
             load_files(pair, ("image", "label"), recipe=recipe)
+
+
+def test_images_in_a_table_are_paths_or_pixels(tmp_path):
+    path = tmp_path / "images.jsonl"
+    path.write_text('{"image": [[0, 255]], "label": "a"}\n')
+    assert load_files(str(path), ("image", "label"))[:] == {"image": [[[0, 255]]], "label": ["a"]}
+    path.write_text('{"image": 5, "label": "a"}\n')
+    with pytest.raises(UserError, match="row 1: column 'image' holds 5, not a path or numbers"):
+        load_files(str(path), ("image", "label"))
 
 
 def test_clothes_say_which_package_has_them(monkeypatch, tmp_path):

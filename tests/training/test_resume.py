@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from small_files import make_recipe, write_files
 from tiny_dates import TINY
 
 from triptych.training.recipe import load_recipe
@@ -122,25 +123,36 @@ def test_a_run_goes_on_exactly(sittings_of, group, end):
         assert "stopped by SIGTERM after update 7; the same command continues" in sittings[end][0]["said"]
 
 
-def test_dynamic_masks_go_on_exactly(tmp_path):
-    """Resuming changes data order or random state: masks are drawn anew in each epoch, and no other after a kill."""
-    (tmp_path / "lines.txt").write_text("".join(f"line {i} of a text, {i * i} words long\n" for i in range(60)))
-    recipe = tmp_path / "masked.yaml"
-    recipe.write_text(
-        "objective: {type: masked_lm}\n"
-        "data: {splits: {train: lines.txt, validation: lines.txt}, max_length: 32}\n"
-        "tokenizer: {type: char}\n"
-        "model: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4}\n"
-        "max_tokens: 512\nmax_steps: 10\nwarmup_steps: 2\nlog_every: 1\nreport_to: []\n"
-    )
-    run = {"recipe": str(recipe), "changes": ["validate_every=3"]}
-    runs = {
-        "uninterrupted": run | {"sittings": [WHOLE]},
-        "killed": run | {"sittings": [WHOLE | KILL | {"before": 9}, WHOLE]},
-    }
-    sittings = run_worker(tmp_path, runs)
-    assert_continued(sittings["killed"], [WHOLE | KILL], [6])
-    assert_same_run(tmp_path / "killed", tmp_path / "uninterrupted")
+# Objectives that draw anew in each epoch, or read what is no text.
+OTHERS = {
+    "masked_lm": "encoder",
+    "image_classification": "encoder",
+    "audio_classification": "encoder",
+    "speech_to_text": "encoder_decoder",
+}
+
+
+@pytest.fixture(scope="module")
+def sittings_of_others(tmp_path_factory):
+    """The folder and the sittings of a run that is killed, and of one that is not, for each of `OTHERS`."""
+    folder = tmp_path_factory.mktemp("others")
+    data, runs = write_files(tmp_path_factory.mktemp("data")), {}
+    for name, topology in OTHERS.items():
+        (folder / name).mkdir()
+        make_recipe(data, folder / name, name, topology)
+        changes = ["max_steps=10", "validate_every=3", "warmup_steps=2", "max_tokens=1024"]
+        run = {"recipe": str(folder / name / "mine.yaml"), "changes": changes}
+        runs[f"{name}, uninterrupted"] = run | {"sittings": [WHOLE]}
+        runs[f"{name}, killed"] = run | {"sittings": [WHOLE | KILL | {"before": 9}, WHOLE]}
+    return folder, run_worker(folder, runs)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_objectives_go_on_exactly(sittings_of_others, name):
+    """Resuming changes data order or random state: what is drawn anew in each epoch is no other after a kill."""
+    folder, sittings = sittings_of_others
+    assert_continued(sittings[f"{name}, killed"], [WHOLE | KILL], [6])
+    assert_same_run(folder / f"{name}, killed", folder / f"{name}, uninterrupted")
 
 
 def test_a_student_goes_on_exactly(tmp_path):
