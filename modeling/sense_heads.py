@@ -123,6 +123,8 @@ class TriptychEncoderForMaskedImageModeling(SenseHead):
         Returns:
             `reconstruction` [B, C, H, W], and the `loss` if patches are masked.
         """
+        if pixel_values is None:
+            raise ValueError("`pixel_values` must be given.")
         leading = self.config.num_leading_tokens
         grid = self.model.embed_patches.grid(pixel_values, interpolate_pos_encoding)
         patches = self.model.embed_patches(pixel_values)
