@@ -23,6 +23,8 @@ step is a chunk of one token. An encoder reads forwards and then backwards witho
 asks the state that the whole memory leaves.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -74,46 +76,77 @@ def linear_attention(
         return F.pad(states, padding, value=value).unflatten(2, (-1, size)).movedim(2, 0)
 
     query, key, written = (chunks(states.to(dtype)) for states in (query, key, value))
-    causal = torch.ones(size, size, dtype=torch.bool, device=value.device).tril()
     if state is None:
         state = query.new_zeros(batch_size, heads, key.shape[-1], width)
-    # What is left of a token's key at a later token of the chunk, of the state at each token, of each key at the end.
-    between = causal.to(dtype)
+    log_decay = None if log_decay is None else chunks(log_decay.to(dtype))
+    if documents is not None:
+        documents = torch.cat((documents, documents[:, -1:].expand(-1, -length % size)), dim=1)
+        documents = documents.unflatten(1, (-1, size)).movedim(1, 0)[:, :, None]  # [n, B, 1, C]
+    between, at_token, to_end, over_chunk = what_is_left(query, log_decay, documents)
+    with single_precision(value.device):
+        reads = None
+        if strength is not None:
+            strength = chunks(strength.to(dtype))[..., None]  # [n, B, H, C, 1]
+            written, reads = solve_delta_rule(key, written, strength, between, at_token)
+        scores = (query @ key.mT) * between
+        scores = scores if includes_itself else scores.tril(-1)
+        query, key = query * at_token, (key * to_end).mT
+        over_chunk = over_chunk.expand(query.shape[0], *over_chunk.shape[1:])
+        outputs = []
+        # Unbound, as the gradient of a single chunk taken by its index would be of the size of all.
+        tables = [query, key, scores, written, over_chunk, *([] if reads is None else [reads])]
+        for query, key, scores, written, over_chunk, *reads in zip(*(table.unbind() for table in tables), strict=True):
+            new = written - reads[0] @ state if reads else written
+            outputs.append(query @ state + scores @ new)
+            state = over_chunk * state + key @ new
+    return torch.cat(outputs, dim=2)[:, :, :length].to(value.dtype), state
+
+
+def what_is_left(
+    query: torch.Tensor, log_decay: torch.Tensor | None, documents: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is left of a token's key at a later token of its chunk [n, B, H, C, C], of the state before the chunk at
+    each token [..., C, 1], of each key at the chunk's end [..., C, 1], and of the state there [..., 1, 1].
+
+    Args:
+        query: [n, B, H, C, f].
+        log_decay: [n, B, H, C].
+        documents: [n, B, 1, C].
+    """
+    size = query.shape[-2]
+    causal = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
+    between = causal.to(query.dtype)
     at_token = to_end = over_chunk = query.new_ones(())
     if log_decay is not None:
-        decay = chunks(log_decay.to(dtype)).cumsum(-1)  # [n, B, H, C]
+        decay = log_decay.cumsum(-1)
         between = (decay[..., :, None] - decay[..., None, :]).masked_fill(~causal, -torch.inf).exp()
         at_token, to_end = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
         over_chunk = decay[..., -1:, None].exp()
     if documents is not None:
-        number = torch.cat((documents, documents[:, -1:].expand(-1, -length % size)), dim=1)
-        number = number.unflatten(1, (-1, size)).movedim(1, 0)[:, :, None]  # [n, B, 1, C]
-        before = torch.cat((number[:1, ..., :1], number[:-1, ..., -1:]))  # [n, B, 1, 1]
-        between = between * (number[..., :, None] == number[..., None, :])
-        at_token = at_token * (number == before)[..., None]
-        to_end = to_end * (number == number[..., -1:])[..., None]
-        over_chunk = over_chunk * (number[..., -1:] == before)[..., None]
+        before = torch.cat((documents[:1, ..., :1], documents[:-1, ..., -1:]))  # [n, B, 1, 1]
+        between = between * (documents[..., :, None] == documents[..., None, :])
+        at_token = at_token * (documents == before)[..., None]
+        to_end = to_end * (documents == documents[..., -1:])[..., None]
+        over_chunk = over_chunk * (documents[..., -1:] == before)[..., None]
+    return between, at_token, to_end, over_chunk
 
-    reads = None
-    if strength is not None:
-        strength = chunks(strength.to(dtype))[..., None]  # [n, B, H, C, 1]
-        system = (strength * (key @ key.mT) * between).tril(-1) + torch.eye(size, dtype=dtype, device=value.device)
-        known = torch.cat((strength * written, strength * at_token * key), dim=-1)
-        written, reads = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True).split(
-            (width, key.shape[-1]), dim=-1
-        )
-    scores = (query @ key.mT) * between
-    scores = scores if includes_itself else scores.tril(-1)
-    query, key = query * at_token, (key * to_end).mT
-    over_chunk = over_chunk.expand(query.shape[0], *over_chunk.shape[1:])
-    outputs = []
-    # Unbound, as the gradient of a single chunk taken by its index would be of the size of all.
-    tables = [query, key, scores, written, over_chunk, *([] if reads is None else [reads])]
-    for query, key, scores, written, over_chunk, *reads in zip(*(table.unbind() for table in tables), strict=True):
-        new = written - reads[0] @ state if reads else written
-        outputs.append(query @ state + scores @ new)
-        state = over_chunk * state + key @ new
-    return torch.cat(outputs, dim=2)[:, :, :length].to(value.dtype), state
+
+def solve_delta_rule(
+    key: torch.Tensor, written: torch.Tensor, strength: torch.Tensor, between: torch.Tensor, at_token: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each token of a chunk writes if the state before it is empty [n, B, H, C, d], and what it takes of that
+    state otherwise [n, B, H, C, f] (Yang et al. 2025, section 3.3)."""
+    system = (strength * (key @ key.mT) * between).tril(-1)  # beside ones on its diagonal
+    known = torch.cat((strength * written, strength * at_token * key), dim=-1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    return solved.split((written.shape[-1], key.shape[-1]), dim=-1)
+
+
+def single_precision(device: torch.device) -> AbstractContextManager:
+    """Products as their factors are, also in automatic mixed precision; without that, a traced graph has none of it."""
+    kind = device.type
+    is_mixed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if is_mixed else nullcontext()
 
 
 def exact(states: torch.Tensor) -> torch.Tensor:
@@ -131,11 +164,12 @@ class TriptychFeatureMap(nn.Module):
             self.weight = nn.Parameter(torch.empty(heads, config.head_dim, config.head_dim))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        if self.kind == "elu":
-            return F.elu(states) + 1
         if self.kind == "hedgehog":
             states = states @ self.weight
             return torch.cat((states.softmax(-1), (-states).softmax(-1)), dim=-1)
+        states = exact(states)  # in half precision, nothing would be left of the sum of 1 and almost -1
+        if self.kind == "elu":
+            return F.elu(states) + 1
         return states * (states.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
@@ -235,7 +269,9 @@ class TriptychLinearAttention(TriptychAttention):
         is_causal = self.is_causal if is_causal is None else is_causal
         if self.is_cross_attention:
             query = self.q_features(self.positioned(lay(self.q_proj(hidden_states), rows), "q_norm"))
-            output = exact(query) @ self.memory_state(encoder_hidden_states, text, cache, layer_idx, encoder_rows)
+            state = self.memory_state(encoder_hidden_states, text, cache, layer_idx, encoder_rows)
+            with single_precision(state.device):
+                output = exact(query) @ state
         else:
             layer = None if cache is None else state_layer(cache, layer_idx)
             output = self.read(hidden_states, text, position_embeddings, layer, is_causal, rows)

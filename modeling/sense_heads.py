@@ -18,24 +18,25 @@ from .losses import at_least_float32, per_item
 from .projections import TriptychLinear
 
 
-def check_input_type(model: TriptychHead):
-    """Refuses a configuration of another `input_type` than that of the class."""
-    if model.config.input_type != model.input_type:
-        name, read = type(model).__name__, INPUTS[model.input_type][2]
-        raise ValueError(f"`input_type` is {model.config.input_type!r}, but {name} reads {read}.")
-
-
-class TriptychEncoderForImageClassification(SequenceClassification):
-    """One answer per image, `logits` [B, L]; `labels` as of texts."""
+class SenseHead(TriptychHead):
+    """A head of what is read in the place of texts, of one kind."""
 
     config: TriptychEncoderConfig
-    main_input_name = "pixel_values"
-    output_class = ImageClassifierOutput
-    input_type = "image"
+    input_type: str
 
     def __init__(self, config: TriptychEncoderConfig):
         super().__init__(config)
-        check_input_type(self)
+        if config.input_type != self.input_type:
+            name, read = type(self).__name__, INPUTS[self.input_type][2]
+            raise ValueError(f"`input_type` is {config.input_type!r}, but {name} reads {read}.")
+
+
+class TriptychEncoderForImageClassification(SenseHead, SequenceClassification):
+    """One answer per image, `logits` [B, L]; `labels` as of texts."""
+
+    main_input_name = "pixel_values"
+    output_class = ImageClassifierOutput
+    input_type = "image"
 
     def forward(
         self,
@@ -55,17 +56,12 @@ class TriptychEncoderForVideoClassification(TriptychEncoderForImageClassificatio
     input_type = "video"
 
 
-class TriptychEncoderForAudioClassification(SequenceClassification):
+class TriptychEncoderForAudioClassification(SenseHead, SequenceClassification):
     """One answer per recording, `logits` [B, L]; `labels` as of texts."""
 
-    config: TriptychEncoderConfig
     main_input_name = "input_features"
     output_class = SequenceClassifierOutput
     input_type = "audio"
-
-    def __init__(self, config: TriptychEncoderConfig):
-        super().__init__(config)
-        check_input_type(self)
 
     def forward(
         self,
@@ -79,16 +75,14 @@ class TriptychEncoderForAudioClassification(SequenceClassification):
         return super().forward(labels=labels, **inputs, **kwargs)
 
 
-class TriptychEncoderForMaskedImageModeling(TriptychHead):
+class TriptychEncoderForMaskedImageModeling(SenseHead):
     """What masked patches look like, beside those that are not (SimMIM, Xie et al. 2022, arXiv 2111.09886)."""
 
-    config: TriptychEncoderConfig
     main_input_name = "pixel_values"
     input_type = "image"
 
     def __init__(self, config: TriptychEncoderConfig):
         super().__init__(config)
-        check_input_type(self)
         if config.strides != config.patch:
             raise ValueError(
                 f"`patch_stride` is {config.patch_stride}, but must be `patch_size` = {config.patch_size} where each "
@@ -129,6 +123,8 @@ class TriptychEncoderForMaskedImageModeling(TriptychHead):
         Returns:
             `reconstruction` [B, C, H, W], and the `loss` if patches are masked.
         """
+        if pixel_values is None:
+            raise ValueError("`pixel_values` must be given.")
         leading = self.config.num_leading_tokens
         grid = self.model.embed_patches.grid(pixel_values, interpolate_pos_encoding)
         patches = self.model.embed_patches(pixel_values)

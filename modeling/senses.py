@@ -82,10 +82,11 @@ class TriptychPatchEmbedding(SenseEmbedding):
         )
 
     def forward(self, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Images [B, C, H, W] or videos [B, F, C, H, W] to [B, 1 + N, E], whoever is masked."""
+        """Images [B, C, H, W] or videos [B, F, C, H, W] of any type to [B, 1 + N, E], whoever is masked."""
         if self.config.input_type == "video":
             pixel_values = pixel_values.transpose(1, 2)
-        return self.behind_class_token(self.projection(pixel_values).flatten(2).transpose(1, 2))
+        patches = self.projection(pixel_values.to(self.projection.weight.dtype))
+        return self.behind_class_token(patches.flatten(2).transpose(1, 2))
 
 
 class TriptychFrameEmbedding(SenseEmbedding):
@@ -144,10 +145,10 @@ class TriptychFrameEmbedding(SenseEmbedding):
         return F.pad(attention_mask, (self.config.num_leading_tokens, 0), value=1)
 
     def forward(self, input_features: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """[B, M, F] to [B, 1 + N, E]; `attention_mask` [B, F] is 1 on real frames, which stand first."""
+        """[B, M, F] of any type to [B, 1 + N, E]; `attention_mask` [B, F] is 1 on real frames, which stand first."""
         if attention_mask is not None:
             self.check_mask(attention_mask, input_features)
-        states = input_features
+        states = input_features.to(self.convolutions[0].weight.dtype)
         for convolution in self.convolutions:
             if attention_mask is not None:
                 states = states.masked_fill(~attention_mask[:, None].bool(), 0)

@@ -124,7 +124,7 @@ class TriptychStack(TriptychPreTrainedModel):
 
     def check_inputs(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None):
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
+            raise ValueError(f"Exactly one of `{self.main_input_name}` and `inputs_embeds` must be given.")
         if inputs_embeds is None:
             check_batch("input_ids", input_ids, 2)
         else:
@@ -400,14 +400,17 @@ class TriptychEncoderModel(TriptychStack):
         self.post_init()
 
     def perceive(
-        self, name: str, values: torch.Tensor, attention_mask: torch.Tensor | None, may_differ: bool
+        self, name: str, values: torch.Tensor, tokens: dict, attention_mask: torch.Tensor | None, may_differ: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...] | None]:
-        """What stands in the place of tokens [B, T, E], its mask [B, T] and its grid, from the input of that name."""
+        """What stands in the place of `tokens` [B, T, E], its mask [B, T] and its grid, from the input of that name."""
         if name != self.main_input_name:
             raise ValueError(
                 f"`{name}` are given, but `input_type` is {self.config.input_type!r}, read from "
                 f"`{self.main_input_name}`."
             )
+        for other, given in tokens.items():
+            if given is not None:
+                raise ValueError(f"`{name}` and `{other}` are both given, but only one of them can be read.")
         grid = self.embed_patches.grid(values, may_differ)
         return self.embed_patches(values, attention_mask), self.token_mask(attention_mask), grid
 
@@ -468,8 +471,9 @@ class TriptychEncoderModel(TriptychStack):
         grid = kwargs.pop("grid", None)
         for name, values in (("pixel_values", pixel_values), ("input_features", input_features)):
             if values is not None:
+                tokens = dict(input_ids=input_ids, inputs_embeds=inputs_embeds)
                 inputs_embeds, attention_mask, grid = self.perceive(
-                    name, values, attention_mask, interpolate_pos_encoding
+                    name, values, tokens, attention_mask, interpolate_pos_encoding
                 )
         hidden_states = self.read(
             input_ids,

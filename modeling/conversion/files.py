@@ -3,14 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .. import modeling_triptych
 from ..configuration_triptych import TriptychConfig
-from ..weight_files import check_source
+from ..weight_files import check_claim, check_source
+from .configurations import read_fields
 from .registry import find
 
 logger = logging.get_logger(__name__)
@@ -27,15 +29,18 @@ def load_source(source: str | Path) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"'{name}' has no configuration that can be read: {str(error).splitlines()[0]}") from error
-    class_name = (config.architectures or [AutoModel._model_mapping[type(config)].__name__])[0]
+    names = config.architectures or [AutoModel._model_mapping[type(config)].__name__]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ValueError(f"`architectures` of '{name}' is {names!r}, but must be a list of names of classes.")
+    class_name = names[0]
+    check_files(Path(name))
     if config.model_type == TriptychConfig.model_type:
         if class_name not in modeling_triptych.__all__:
             raise ValueError(f"'{name}' names the class {class_name!r}, which is none of the family's.")
         model_class = getattr(modeling_triptych, class_name)
     else:
-        find(config.model_type, class_name)
+        check_sizes(Path(name), config, class_name)
         model_class = getattr(transformers, class_name)
-    check_files(Path(name))
     check_source(name)
     try:
         model, info = model_class.from_pretrained(
@@ -47,6 +52,15 @@ def load_source(source: str | Path) -> PreTrainedModel:
     if unexpected := sorted(info["unexpected_keys"]):
         logger.warning(f"'{name}' has weights that {class_name} does not, which stay behind: {', '.join(unexpected)}.")
     return model
+
+
+def check_sizes(source: Path, config: PreTrainedConfig, class_name: str):
+    """Refuses sizes that no model has, or that far exceed the weights in a folder, before their model is built."""
+    architecture, head = find(config.model_type, class_name)
+    ours = TriptychConfig(**read_fields(architecture, head, config))
+    if files := list(source.glob("*.safetensors")):
+        with torch.device("meta"):
+            check_claim(getattr(modeling_triptych, head.ours)(ours), files, source)
 
 
 def check_files(folder: Path):

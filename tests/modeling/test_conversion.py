@@ -1,5 +1,6 @@
 """Known models come in exactly and go back out: equal outputs, losses, gradients and texts, bitwise equal weights."""
 
+import json
 import re
 
 import pytest
@@ -391,6 +392,27 @@ def test_missing_and_unexpected_weights_are_listed(folder, caplog):
     weights["bert.encoder.layer.1.output.dense.bias"] = torch.zeros(3)
     save_file(weights, path)
     with pytest.raises(ValueError, match=r"Mismatched weights of .*: bert.encoder.layer.1.output.dense.bias\."):
+        triptych.import_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000, but must be at most 1000"),
+        ({"hidden_size": -6}, "is -6, but must be greater than 0"),
+        ({"vocab_size": 10**9}, r"is that of 37,\d{3},\d{3},\d{3} parameters, but its files hold"),
+        (
+            {"architectures": [["BertModel"]]},
+            r"`architectures` of .* is \[\['BertModel'\]\], but must be a list of names",
+        ),
+        ({"architectures": {"a": 1}}, "`architectures` of .* is {'a': 1}, but must be a list of names of classes"),
+    ],
+)
+def test_what_a_configuration_claims_is_weighed_before_it_is_built(folder, fields, sentence):
+    """A billion layers are built until memory ends, though the files beside them hold three."""
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, **fields}))
+    with pytest.raises(Exception, match=sentence):
         triptych.import_model(folder)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from tiny import IMAGES as TINY_IMAGES
-from tiny import assert_equal, randomised, sense_inputs, tiny_config, tiny_model
+from tiny import SENSES, assert_equal, randomised, sense_inputs, tiny_config, tiny_model
 from torch.nn import functional as F
 from transformers import (
     ASTConfig,
@@ -150,6 +150,19 @@ def test_every_position_type_reads_images(positions):
     assert model(pixel_values=torch.randn(1, 2, 8, 12)).last_hidden_state.shape == (1, 8, 32)
 
 
+@pytest.mark.parametrize("sense", SENSES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_inputs_of_any_precision(sense, dtype):
+    """Processors give float32, or bytes, whatever the precision of the model."""
+    model = tiny_model(TriptychEncoderModel, position_embedding_type="learned", **SENSES[sense]).to(dtype)
+    name, values = next(iter(sense_inputs(model.config).items()))
+    expected = model(**{name: values.to(dtype)}).last_hidden_state
+    for given in (values.to(dtype).float(), values.to(dtype).double()):
+        assert torch.equal(model(**{name: given}).last_hidden_state, expected)
+    values = values.abs().to(torch.uint8)
+    assert torch.equal(model(**{name: values})[0], model(**{name: values.to(dtype)})[0])
+
+
 def test_bad_input():
     config = tiny_config("encoder", position_embedding_type="learned", **IMAGES)
     model = TriptychEncoderModel(config)
@@ -167,6 +180,11 @@ def test_bad_input():
         model(input_features=torch.zeros(1, 80, 4))
     with pytest.raises(ValueError, match="this stack has no table of its own"):
         model(torch.ones(1, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="Exactly one of `pixel_values` and `inputs_embeds` must be given"):
+        model()
+    for name, tokens in (("input_ids", torch.ones(1, 9, dtype=torch.long)), ("inputs_embeds", torch.zeros(1, 9, 32))):
+        with pytest.raises(ValueError, match=f"`pixel_values` and `{name}` are both given"):
+            model(pixel_values=torch.zeros(1, 2, 8, 12), **{name: tokens})
     with pytest.raises(ValueError, match="`pixel_values` are given, but `input_type` is 'text'"):
         TriptychEncoderModel(tiny_config("encoder"))(pixel_values=torch.zeros(1, 2, 8, 12))
     with pytest.raises(ValueError, match="`input_type` is 'image', but TriptychForMaskedLM predicts tokens"):
@@ -246,6 +264,8 @@ class TestMaskedPatches:
         config = tiny_config("encoder", **IMAGES)
         with pytest.raises(ValueError, match=r"`bool_masked_pos` has shape \[2, 9\], but must be \[2, 8\]"):
             TriptychEncoderForMaskedImageModeling(config)(**sense_inputs(config), bool_masked_pos=torch.ones(2, 9))
+        with pytest.raises(ValueError, match="`pixel_values` must be given"):
+            TriptychEncoderForMaskedImageModeling(config)()
         config = tiny_config("encoder", **{**IMAGES, "patch_stride": [2, 3]})
         with pytest.raises(ValueError, match=r"`patch_stride` is \[2, 3\], but must be `patch_size` = \[4, 3\]"):
             TriptychEncoderForMaskedImageModeling(config)

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from triptych.linear_attention import TriptychLinearAttention, linear_attention
+from triptych.linear_attention import TriptychFeatureMap, TriptychLinearAttention, linear_attention
 from triptych.states import TriptychStateLayer
 
 LINEAR = {
@@ -136,6 +136,30 @@ def test_chunks_are_the_recurrence(dtype, length, chunk_size, rate, is_delta, be
     got_gradients, wanted_gradients = (torch.autograd.grad(total, leaves) for total in sums)
     for actual, expected in zip((*got, *got_gradients), (*wanted, *wanted_gradients), strict=True):
         assert_equal(actual.double(), expected, tolerance * max(1, expected.abs().max().item()))
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_mixed_precision_rounds_no_state(is_delta):
+    """Sums over many tokens in bfloat16, though their docstring says single precision."""
+    query, key = (F.normalize(torch.randn(2, 3, 40, 5), dim=-1) for _ in range(2))
+    value, strength = torch.randn(2, 3, 40, 4), torch.rand(2, 3, 40) if is_delta else None
+    inputs = query, key, value, -torch.rand(2, 3, 40), strength
+    expected = linear_attention(*inputs, chunk_size=8)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = linear_attention(*inputs, chunk_size=8)
+    for mine, other in zip(actual, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["elu", "unit"])
+def test_features_are_exact(kind, dtype):
+    """elu(x) + 1 of half precision is zero for x below -6, and x^2 infinite for x above 256."""
+    phi = TriptychFeatureMap(tiny_config("decoder", linear_feature_map=kind), heads=1)
+    x = torch.linspace(-9, 2, 64).view(1, 1, 8, 8).to(dtype)
+    x[..., 0, :] *= 100 if kind == "unit" else 1
+    expected = F.elu(x.double()) + 1 if kind == "elu" else F.normalize(x.double(), dim=-1)
+    assert ((phi(x) - expected).abs() <= 1e-3 * expected.abs()).all()
 
 
 def test_the_delta_rule_is_that_of_transformers():
