@@ -39,7 +39,7 @@ from triptych.training.objectives import (
     read_task,
     row_lengths,
 )
-from triptych.training.recipe import Recipe
+from triptych.training.recipe import NOT_FIELDS, Recipe
 from triptych.training.renaming import RenamedExamples
 from triptych.training.senses import Processor, build_processor
 from triptych.training.sequence_distillation import teach_targets
@@ -234,10 +234,6 @@ def _texts(examples: Dataset, task: Task) -> Iterator[str]:
     for column in task.objective.columns:
         for value in examples[column] if column not in NOT_TEXT else ():
             yield from [value] if isinstance(value, str) else value
-
-
-# What a recipe's section `model` says beside the fields of the configuration.
-NOT_FIELDS = ("preset", "path", "topology", "attn_implementation")
 
 
 def text_fields(tokenizer: PreTrainedTokenizerBase, topology: str) -> dict[str, Any]:
