@@ -269,7 +269,7 @@ def _rows_of_csv(path: Path, lines: Iterable[str], *_: Any) -> Iterator[dict]:
 def _rows_under_header(path: Path, reader: Any) -> Iterator[dict]:
     csv.field_size_limit(sys.maxsize)  # a field may be a whole document
     try:
-        header = next(reader)
+        header = next(reader, [])
         for row in reader:
             if len(row) != len(header):
                 problem = f"has {_count_columns(row)}, but the header {_count_columns(header)}"

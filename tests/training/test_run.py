@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 from small_files import metrics_of
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -216,8 +217,15 @@ def test_trackers_get_what_the_metrics_file_gets(tiny_recipe):
     for key in ("loss", "learning_rate", "validation_loss"):
         values = [event.value for event in events.Scalars(key)]
         assert values == pytest.approx(metrics_of(run, key))
-    with pytest.raises(UserError, match="'report_to': Unsupported logging capability: paper"):
+    with pytest.raises(UserError, match="'report_to': tracker 'paper' is none of all, aim, tensorboard, "):
         train(tiny_recipe("report_to=[paper]", "overwrite=true"))
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tiny_recipe, monkeypatch):
+    """accelerate drops it without a word."""
+    monkeypatch.setattr(run_module, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    with pytest.raises(UserError, match="recipe key 'report_to': tracker 'wandb' is not installed"):
+        train(tiny_recipe("report_to=[tensorboard, wandb]"))
 
 
 def test_a_launch_that_accelerate_does_not_carry_out_is_refused(tiny_recipe, monkeypatch):

@@ -139,6 +139,7 @@ def test_a_window_holds_what_the_whole_file_does(tmp_path, name, content):
         ("a.txt.gz", gzip.compress(b"a\nb\n" * 10_000)[:-20], "cannot be read: Compressed file ended before"),
         ("a.csv", b"text,label\na\n", "line 2: has 1 column, but the header 2 columns"),
         ("a.csv", b"text\n", "has no examples"),
+        ("a.csv", b"", "has no examples"),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 2: column 'text' holds None, not text"),
         ("a.jsonl", b'{"text": 7}\n', "row 1: column 'text' holds 7, not text"),
         ("a.jsonl", b'{"text": "a"}\n{"text": ', "is no json table"),
