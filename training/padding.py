@@ -110,6 +110,14 @@ def token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
     return found
 
 
+def text_bounds(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
+    """Return the ids that a text begins and ends with, as far as there are any: `<s>` and `</s>`, or BERT's `[CLS]` and
+    `[SEP]`, which take their places."""
+    places = ("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")
+    found = ([getattr(tokenizer, name) for name in names] for names in places)
+    return tuple(next((id for id in ids if id is not None), None) for ids in found)
+
+
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the ids of all special tokens, sorted."""
     return np.unique(np.array(tokenizer.all_special_ids, np.int64))

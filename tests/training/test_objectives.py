@@ -65,6 +65,13 @@ def test_train_save_load_score(folder, tmp_path, name, topology):
         assert scores[key] == pytest.approx(validation[key])
 
 
+@pytest.mark.parametrize("name", ["regression", "question_answering"])
+def test_a_loss_that_is_not_of_classes_is_not_smoothed(folder, tmp_path, name):
+    """It would be left as it is without a word."""
+    with pytest.raises(UserError, match=f"'label_smoothing' must be 0, as the loss of {name} is not of classes"):
+        build_parts(make_recipe(folder, tmp_path, name, "encoder", "label_smoothing=0.1"), processes=1)
+
+
 @pytest.mark.parametrize(("name", "topology"), EVERY)
 def test_every_parameter_learns(folder, tmp_path, name, topology):
     """A parameter without a gradient breaks DDP."""
