@@ -27,7 +27,7 @@ from triptych.training.consistency import Consistency
 from triptych.training.data import NOT_TEXT, digest_of, load_split
 from triptych.training.distillation import Distillation
 from triptych.training.errors import BROKEN_FILES, UserError, as_user_error, unknown_name
-from triptych.training.evaluation import load_model, score_rows
+from triptych.training.evaluation import load_model, score_names, score_rows
 from triptych.training.low_rank import add_low_rank
 from triptych.training.masking import NextSentencePairs
 from triptych.training.objectives import (
@@ -82,6 +82,9 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     """
     set_seed(recipe.seed)
     task = read_task(recipe)
+    measures = ["loss", *score_names(task)]
+    if recipe.best_metric not in measures:
+        raise UserError(f"recipe key 'best_metric' must be one of {', '.join(measures)}, not '{recipe.best_metric}'")
     if start := recipe.model.get("path"):
         _check_start("model.path", start)
         recipe.tokenizer.path = recipe.tokenizer.path or start

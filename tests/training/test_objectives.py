@@ -61,6 +61,8 @@ def test_train_save_load_score(folder, tmp_path, name, topology):
     (validation,) = [row for row in rows if "validation_loss" in row]
     if name in ("masked_lm", "causal_lm", "span_corruption"):  # the measure is the loss itself
         assert scores["perplexity"] == pytest.approx(math.exp(validation["validation_loss"]), rel=1e-4)
+    measured = {key.removeprefix("validation_") for key in validation} - {"step", "loss"}
+    assert measured == set(evaluation.score_names(read_task(recipe)))  # what may be a `best_metric`
     for key in set(scores) & set(validation):
         assert scores[key] == pytest.approx(validation[key])
 
