@@ -30,11 +30,10 @@ from transformers import PreTrainedConfig
 
 from triptych import TriptychConfig, TriptychForConditionalGeneration
 from triptych.configs import recipe_names
-from triptych.training.building import NOT_FIELDS
 from triptych.training.building import _check_model_fields as check_model_fields
 from triptych.training.cli import app
 from triptych.training.objectives import read_task
-from triptych.training.recipe import Recipe, load_recipe
+from triptych.training.recipe import NOT_FIELDS, Recipe, load_recipe
 from triptych.training.run import train
 from triptych.training.tokenization import train_tokenizer
 

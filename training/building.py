@@ -27,7 +27,7 @@ from triptych.training.consistency import Consistency
 from triptych.training.data import NOT_TEXT, digest_of, load_split
 from triptych.training.distillation import Distillation
 from triptych.training.errors import BROKEN_FILES, UserError, as_user_error, unknown_name
-from triptych.training.evaluation import load_model, score_rows
+from triptych.training.evaluation import load_model, score_names, score_rows
 from triptych.training.low_rank import add_low_rank
 from triptych.training.masking import NextSentencePairs
 from triptych.training.objectives import (
@@ -39,7 +39,8 @@ from triptych.training.objectives import (
     read_task,
     row_lengths,
 )
-from triptych.training.recipe import Recipe
+from triptych.training.padding import text_bounds
+from triptych.training.recipe import NOT_FIELDS, Recipe
 from triptych.training.renaming import RenamedExamples
 from triptych.training.senses import Processor, build_processor
 from triptych.training.sequence_distillation import teach_targets
@@ -81,6 +82,9 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
     """
     set_seed(recipe.seed)
     task = read_task(recipe)
+    measures = ["loss", *score_names(task)]
+    if recipe.best_metric not in measures:
+        raise UserError(f"recipe key 'best_metric' must be one of {', '.join(measures)}, not '{recipe.best_metric}'")
     if start := recipe.model.get("path"):
         _check_start("model.path", start)
         recipe.tokenizer.path = recipe.tokenizer.path or start
@@ -108,6 +112,8 @@ def build_parts(recipe: Recipe, processes: int) -> Parts:
             AttentionTransfer(model, teacher)
     if recipe.low_rank.rank:
         add_low_rank(model, recipe.low_rank)
+    if recipe.label_smoothing and task.name in ("regression", "question_answering"):
+        raise UserError(f"recipe key 'label_smoothing' must be 0, as the loss of {task.name} is not of classes")
     if recipe.r_drop:
         if task.name in ONE_ANSWER:
             raise UserError(f"recipe key 'r_drop' must be 0, as {task.name} does not choose among labels alone")
@@ -236,20 +242,17 @@ def _texts(examples: Dataset, task: Task) -> Iterator[str]:
             yield from [value] if isinstance(value, str) else value
 
 
-# What a recipe's section `model` says beside the fields of the configuration.
-NOT_FIELDS = ("preset", "path", "topology", "attn_implementation")
-
-
 def text_fields(tokenizer: PreTrainedTokenizerBase, topology: str) -> dict[str, Any]:
     """Return what a tokenizer says of a model's configuration."""
+    begin, end = text_bounds(tokenizer)
     fields = {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": begin,
+        "eos_token_id": end,
     }
-    if topology == "encoder_decoder":
-        fields["decoder_start_token_id"] = tokenizer.bos_token_id
+    if topology == "encoder_decoder":  # T5's tokenizer has nothing that a text begins with: its models start with a pad
+        fields["decoder_start_token_id"] = tokenizer.pad_token_id if begin is None else begin
     if topology == "encoder" and tokenizer.mask_token is not None:
         fields["mask_token_id"] = tokenizer.mask_token_id
     if "token_type_ids" in tokenizer.model_input_names:

@@ -22,8 +22,10 @@ import hashlib
 import math
 import os
 import re
+import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,8 @@ def load_files(
 def list_sources(files: str | list[str] | list[SourceRecipe], columns: Sequence[str]) -> list[SourceRecipe]:
     """Return the sources of a split as a recipe writes it: a list of files is one source if it has several columns."""
     entries = [files] if isinstance(files, str) else files
+    if not entries or any(isinstance(entry, SourceRecipe) and not entry.file for entry in entries):
+        raise UserError(f"recipe key 'data.splits' must name a file for each split and source, not {files}")
     if len(columns) > 1 and len(entries) > 1 and all(isinstance(entry, str) for entry in entries):
         entries = [SourceRecipe(file=entries)]
     return [SourceRecipe(file=entry) if isinstance(entry, str) else entry for entry in entries]
@@ -169,9 +173,33 @@ def read_text(path: Path) -> str:
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a file as `read_text` reads it, without their ends.
 
-    Only a line feed (or carriage return and line feed) ends a line: text may hold other Unicode separators.
+    Raises:
+        UserError: as `stream_lines`, and the file is empty.
     """
-    return [line.removesuffix("\r") for line in read_text(path).removesuffix("\n").split("\n")]
+    lines = list(stream_lines(path))
+    if not any(map(str.strip, lines)):
+        raise UserError(f"data file '{path}' is empty")
+    return lines
+
+
+def stream_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, plain or gzipped, without their ends.
+
+    Only a line feed (or carriage return and line feed) ends a line: text may hold other Unicode separators.
+
+    Raises:
+        UserError: the file cannot be read, or is not UTF-8 (the line is named).
+    """
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            for number, raw in enumerate(file, start=1):
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield line.removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        byte = raw[error.start]
+        raise UserError(f"data file '{path}', line {number}: byte 0x{byte:02x} is not UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"data file '{path}' cannot be read: {error}") from error
 
 
 def read_idx(path: Path) -> list[np.ndarray]:
@@ -240,66 +268,71 @@ def _read_side_by_side(paths: list[Path], columns: Sequence[str], format: str) -
     return Dataset.from_dict(dict(zip(columns, values, strict=True)))
 
 
-def _read_by_pattern(path: Path, columns: list[str], pattern: str | None) -> Dataset:
-    if pattern is None:
-        if len(columns) != 1:
-            raise UserError(
-                f"data file '{path}' needs a pattern with a named group for each of the columns {', '.join(columns)}"
-            )
+def _rows_by_pattern(path: Path, lines: Iterable[str], columns: list[str], pattern: str | None) -> Iterator[dict]:
+    if pattern is None and len(columns) == 1:
         pattern = f"(?P<{columns[0]}>.*)"
     try:
-        expression = re.compile(pattern)
+        expression = re.compile(pattern or "")
     except re.error as error:
         raise UserError(f"pattern '{pattern}' of data file '{path}' is no regular expression: {error}") from error
-    rows = []
-    for number, line in enumerate(read_lines(path), start=1):
+    if not expression.groupindex:
+        raise UserError(
+            f"data file '{path}' needs a pattern with a named group for each of the columns {', '.join(columns)}"
+        )
+    for number, line in enumerate(lines, start=1):
         match = expression.fullmatch(line)
         if match is None:
             raise UserError(f"data file '{path}', line {number} does not match the pattern '{pattern}'")
-        rows.append(match.groupdict())
-    return Dataset.from_list(rows)
+        yield match.groupdict()
 
 
-def _read_document(path: Path, columns: list[str], _: Any) -> Dataset:
-    return Dataset.from_dict({columns[0]: [read_text(path)]})
-
-
-def _read_tsv(path: Path, columns: list[str], _: Any) -> Dataset:
-    rows = [line.split("\t") for line in read_lines(path)]
-    for number, row in enumerate(rows, start=1):
+def _rows_of_tsv(path: Path, lines: Iterable[str], columns: list[str], _: Any) -> Iterator[dict]:
+    for number, line in enumerate(lines, start=1):
+        row = line.split("\t")
         if len(row) != len(columns):
             raise UserError(
                 f"data file '{path}', line {number}: has {_count_columns(row)}, but an example is "
                 f"{', tab, '.join(columns)}"
             )
-    return Dataset.from_dict(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)))
+        yield dict(zip(columns, row, strict=True))
 
 
-def _read_table(path: Path, *_: Any) -> Dataset:
-    return _rows_under_header(path, csv.reader(read_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE))
+def _rows_of_table(path: Path, lines: Iterable[str], *_: Any) -> Iterator[dict]:
+    return _rows_under_header(path, csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
-def _read_csv(path: Path, *_: Any) -> Dataset:
+def _rows_of_csv(path: Path, lines: Iterable[str], *_: Any) -> Iterator[dict]:
     # Read here and not by pandas, which turns 007 into a number, and a row that ends early into empty text.
-    return _rows_under_header(path, csv.reader((line + "\n" for line in read_lines(path)), strict=True))
+    return _rows_under_header(path, csv.reader((line + "\n" for line in lines), strict=True))
 
 
-def _rows_under_header(path: Path, reader: Any) -> Dataset:
+def _rows_under_header(path: Path, reader: Any) -> Iterator[dict]:
+    csv.field_size_limit(sys.maxsize)  # a field may be a whole document
     try:
-        header = next(reader)
-        rows = []
+        header = next(reader, [])
         for row in reader:
             if len(row) != len(header):
                 problem = f"has {_count_columns(row)}, but the header {_count_columns(header)}"
                 raise UserError(f"data file '{path}', line {reader.line_num}: {problem}")
-            rows.append(dict(zip(header, row, strict=True)))
+            yield dict(zip(header, row, strict=True))
     except csv.Error as error:
         raise UserError(f"data file '{path}', line {reader.line_num}: {error}") from error
-    return Dataset.from_list(rows)
 
 
 def _count_columns(row: list[str]) -> str:
     return f"{len(row)} column{'s' * (len(row) != 1)}"
+
+
+# Formats whose rows can be read one after the other.
+ROWS = {"lines": _rows_by_pattern, "tsv": _rows_of_tsv, "table": _rows_of_table, "csv": _rows_of_csv}
+
+
+def _read_rows(format: str, path: Path, columns: list[str], pattern: str | None) -> Dataset:
+    return Dataset.from_list(list(ROWS[format](path, read_lines(path), columns, pattern)))
+
+
+def _read_document(path: Path, columns: list[str], _: Any) -> Dataset:
+    return Dataset.from_dict({columns[0]: [read_text(path)]})
 
 
 def _read_json(path: Path, *_: Any) -> Dataset:
@@ -342,8 +375,9 @@ def _read_babi(path: Path, *_: Any) -> Dataset:
     rows = []
     for number, line in enumerate(read_lines(path), start=1):
         index, space, text = line.partition(" ")
-        if not space or not index.isdigit():
-            raise UserError(f"data file '{path}', line {number} does not begin with the number of a sentence")
+        if not space or not index.isdigit() or (not rows and index != "1"):
+            first = "" if rows else ", 1"
+            raise UserError(f"data file '{path}', line {number} does not begin with the number of a sentence{first}")
         if index == "1":
             rows.append({"tokens": [], "labels": []})
         sentence, *answer = text.split("\t")
@@ -358,11 +392,8 @@ def _read_idx(path: Path, columns: list[str], _: Any) -> Dataset:
 
 
 READERS = {
-    "lines": _read_by_pattern,
+    **{format: partial(_read_rows, format) for format in ROWS},
     "document": _read_document,
-    "tsv": _read_tsv,
-    "table": _read_table,
-    "csv": _read_csv,
     "json": _read_json,
     "parquet": _read_parquet,
     "conllu": _read_conllu,
@@ -372,19 +403,25 @@ READERS = {
 
 
 def _choose_columns(dataset: Dataset, path: Path, columns: Sequence[str], renamed: dict[str, str]) -> Dataset:
-    chosen = {}
-    for column in columns:
-        name = column if column in dataset.column_names else renamed.get(column, column)
-        if name not in dataset.column_names:
-            present = ", ".join(dataset.column_names)
-            raise UserError(f"data file '{path}' has no column '{name}': its columns are {present}")
-        chosen[name] = column
+    chosen = name_columns(dataset.column_names, path, columns, renamed)
+    for name, column in chosen.items():
         for number, value in enumerate(dataset[name], start=1):
-            _check_value(value, column, f"data file '{path}', row {number}: column '{name}'")
+            check_value(value, column, f"data file '{path}', row {number}: column '{name}'")
     return dataset.select_columns(list(chosen)).rename_columns(chosen)
 
 
-def _check_value(value: Any, column: str, where: str) -> None:
+def name_columns(present: Sequence[str], path: Path, columns: Sequence[str], renamed: dict[str, str]) -> dict[str, str]:
+    """Return which of the columns that are `present` in a file are the objective's `columns`."""
+    if not present:
+        raise UserError(f"data file '{path}' has no examples")
+    chosen = {column if column in present else renamed.get(column, column): column for column in columns}
+    for name in chosen:
+        if name not in present:
+            raise UserError(f"data file '{path}' has no column '{name}': its columns are {', '.join(present)}")
+    return chosen
+
+
+def check_value(value: Any, column: str, where: str) -> None:
     if column in LIST_COLUMNS:
         fits = isinstance(value, list) and all(isinstance(text, str) for text in value)
         expected = "a list of texts"
@@ -401,13 +438,13 @@ def _check_value(value: Any, column: str, where: str) -> None:
 def _take_part(dataset: Dataset, part: list[float]) -> Dataset:
     if len(part) != 2 or not 0 <= part[0] < part[1] <= 1:
         raise UserError(f"recipe key 'part' must be two shares, such as [0, 0.9], not {part}")
-    if len(dataset) == 1:  # of one text, the characters
-        (name,) = dataset.column_names
-        text = dataset[0][name]
-        start, end = (int(share * len(text)) for share in part)
-        return Dataset.from_dict({name: [text[start:end]]})
-    start, end = (int(share * len(dataset)) for share in part)
-    return dataset.select(range(start, end))
+    names = dataset.column_names
+    is_one_text = len(dataset) == len(names) == 1
+    parted = dataset[0][names[0]] if is_one_text else dataset  # of one text, the characters
+    start, end = (int(share * len(parted)) for share in part)
+    if start == end:
+        raise UserError(f"recipe key 'part' is {part}, which is nothing of {len(parted)}")
+    return Dataset.from_dict({names[0]: [parted[start:end]]}) if is_one_text else dataset.select(range(start, end))
 
 
 def clean(dataset: Dataset | IterableDataset, recipe: DataRecipe) -> Dataset | IterableDataset:

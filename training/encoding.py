@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from triptych.losses import IGNORE
 from triptych.training.errors import UserError
+from triptych.training.padding import text_bounds, token_id
 
 Columns = dict[str, list[Any]]
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
@@ -37,7 +38,20 @@ class Encoder:
     processor: Any = None
 
     def __call__(self, *texts: list[str], **options: Any):
+        if options.get("add_special_tokens", True):  # a tokenizer that has no room for them cuts nothing
+            self.check_room(self.tokenizer.num_special_tokens_to_add(pair=len(texts) == 2) + 1)
         return self.tokenizer(*texts, truncation=self.max_length is not None, max_length=self.max_length, **options)
+
+    def check_room(self, least: int) -> None:
+        """Raise a `UserError` where rows cannot have `least` tokens."""
+        if self.max_length and self.max_length < least:
+            raise UserError(f"recipe key 'data.max_length' must be at least {least}, not {self.max_length}")
+
+    @property
+    def end(self) -> int:
+        """The id that a text ends with."""
+        end = text_bounds(self.tokenizer)[1]
+        return token_id(self.tokenizer, "eos_token") if end is None else end
 
     def number(self, label: Any) -> int:
         """Return the number of a class, -100 where training has not seen it, or where it is empty."""
@@ -71,12 +85,13 @@ def encode_texts(examples: Columns, encoder: Encoder) -> Columns:
 
 def _cut(values: dict[str, list[int]], encoder: Encoder) -> list[dict[str, list[int]]]:
     """Cut a text's tokens into rows; word and sentence numbers of special tokens are -1."""
-    tokenizer = encoder.tokenizer
-    first = [] if encoder.topology == "encoder_decoder" else [tokenizer.bos_token_id]
-    last, overlap = [tokenizer.eos_token_id], 0
+    begin = text_bounds(encoder.tokenizer)[0]
+    first = [] if encoder.topology == "encoder_decoder" or begin is None else [begin]
+    last, overlap = [encoder.end], 0
     if encoder.topology == "decoder":  # the text as a whole begins and ends, not each row
         values = {name: _surround(name, ids, first, last) for name, ids in values.items()}
         first, last, overlap = [], [], 1
+    encoder.check_room(len(first + last) + overlap + 1)
     length = len(values["input_ids"])
     room = encoder.max_length - len(first + last) if encoder.max_length else max(length, 1) + overlap
     starts = range(0, max(length - overlap, 1), room - overlap)
@@ -126,7 +141,7 @@ def encode_targets(examples: Columns, encoder: Encoder) -> list[list[int]]:
     targets = encoder(examples["target"], add_special_tokens=False)["input_ids"]
     if encoder.max_length:
         targets = [ids[: encoder.max_length - 1] for ids in targets]
-    return [[*ids, encoder.tokenizer.eos_token_id] for ids in targets]
+    return [[*ids, encoder.end] for ids in targets]
 
 
 def encode_classes(examples: Columns, encoder: Encoder) -> Columns:

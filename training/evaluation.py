@@ -38,6 +38,8 @@ METRICS = {
     "video_classification": ["accuracy", "f1", "matthews"],
     "audio_classification": ["accuracy", "f1", "matthews"],
 }
+# What metrics give whose scores have other names than their own, as far as objectives that label their input have them.
+SCORES = {"pearson": ["pearson", "spearman"], "span_f1": ["span_exact_match", "span_f1"]}
 
 
 @torch.no_grad()
@@ -134,9 +136,15 @@ def evaluate_examples(
     return {"examples": len(examples), **_likelihood(model, task, examples, rows, collator, recipe)}
 
 
+def score_names(task: Task) -> list[str]:
+    """Return the names of the measures that `score_rows` gives."""
+    names = [] if task.name in WRITING else METRICS.get(task.name, [])
+    return [score for name in names for score in SCORES.get(name, [name])]
+
+
 def score_rows(model: PreTrainedModel, task: Task, rows: Any, collator: Callable, recipe: Recipe) -> dict[str, float]:
     """Return the measures of an objective that labels its input; none of one that writes or models language."""
-    if task.name not in METRICS or task.name in WRITING:
+    if not score_names(task):
         return {}
     predictions, references = [], []
     for outputs, batch in _outputs(model, rows, collator, recipe.max_tokens):

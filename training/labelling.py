@@ -87,7 +87,8 @@ class SpanExtractionCollator:
 class MultipleChoiceCollator:
     """Several texts an example, of which one is right.
 
-    Features hold a list of texts in `input_ids` (and `token_type_ids`), and the right one's number in `labels`.
+    Features hold a list of texts in `input_ids` (and in `token_type_ids` and `attention_mask`, where they have these),
+    and the right one's number in `labels`.
 
     Args:
         tokenizer: its pad token and side fill the batch.
@@ -103,7 +104,7 @@ class MultipleChoiceCollator:
         counts = {len(feature["input_ids"]) for feature in features}
         if len(counts) > 1:
             raise UserError(f"examples of one batch have {sorted(counts)} choices, but must all have equally many")
-        columns = [name for name in ("input_ids", "token_type_ids") if name in features[0]]
+        columns = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in features[0]]
         texts = [
             dict(zip(columns, choice, strict=True))
             for feature in features

@@ -23,6 +23,7 @@ from triptych.training.padding import (
     text_inputs,
     token_id,
     type_inputs,
+    without_pads,
 )
 
 
@@ -171,9 +172,8 @@ class CausalSeq2SeqCollator:
     def __call__(self, features: list[dict]) -> Batch:
         """Return `input_ids`, `attention_mask` and `labels` [B, T], and with prefix attention `prefix_length` [B]."""
         side = self.tokenizer.padding_side
-        sources = [
-            [*without_end(feature["input_ids"], self.tokenizer), self.tokenizer.sep_token_id] for feature in features
-        ]
+        texts = [without_end(without_pads(feature, "input_ids"), self.tokenizer) for feature in features]
+        sources = [[*ids, self.tokenizer.sep_token_id] for ids in texts]
         rows = [{"input_ids": [*source, *row["labels"]]} for source, row in zip(sources, features, strict=True)]
         ids, real = read_texts(rows)
         source_lengths = np.array([len(source) for source in sources])
@@ -185,6 +185,6 @@ class CausalSeq2SeqCollator:
         return tensors(batch)
 
 
-def without_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def without_end(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return `ids` without a final end-of-text token."""
     return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_token_id else ids

@@ -238,9 +238,6 @@ class TrainingLoop:
         state = self.state
         values = self.evaluate(self.model)
         metric = self.recipe.best_metric
-        if metric not in values:
-            known = ", ".join(sorted(values))
-            raise UserError(f"recipe key 'best_metric' must be one of {known}, not '{metric}'")
         sign = -1 if metric == "loss" else 1
         if not state.best or sign * values[metric] > sign * state.best[metric]:
             state.best, state.best_step, state.stale = values, state.step, 0
@@ -268,6 +265,11 @@ class TrainingLoop:
                 loss = model(**batch, num_items_in_batch=1, output_logits=False, use_cache=False).loss
             sums += torch.stack([loss.double(), count_items(batch).double()])
         total, items = self.accelerator.reduce(sums, "sum")
+        if not items:
+            raise UserError(
+                "the validation data have no label to measure the loss of, but must have one: nothing was masked in "
+                "them, or training has not seen their classes"
+            )
         if not torch.isfinite(total):
             self._fail(f"the validation loss after update {self.state.step} is {float(total)}")
         return float(total / items)

@@ -22,6 +22,7 @@ from triptych.training.padding import (
     run_numbers,
     special_ids,
     tensors,
+    text_bounds,
     text_inputs,
     token_id,
     type_inputs,
@@ -99,7 +100,7 @@ class NextSentencePairs(Dataset):
     Args:
         segments: rows with `input_ids`, without special tokens, and `document`, an id; consecutive rows of one document
             follow each other.
-        tokenizer: has `<s>` and `</s>`.
+        tokenizer: has `<s>` and `</s>`, or `[CLS]` and `[SEP]`.
         max_length: tokens of a pair, special ones included.
         seed: of the pairs, and with the epoch and the position of all that collators draw for them.
 
@@ -111,7 +112,9 @@ class NextSentencePairs(Dataset):
         if max_length < 5:
             raise UserError(f"max_length is {max_length}, but must be at least 5: three special tokens and one each")
         self.segments = segments
-        self.start, self.end = token_id(tokenizer, "bos_token"), token_id(tokenizer, "eos_token")
+        self.start, self.end = text_bounds(tokenizer)
+        if None in (self.start, self.end):
+            raise UserError("next-sentence pairs need a tokenizer with <s> and </s>, or with [CLS] and [SEP]")
         self.room = max_length - 3
         self.seed = seed
         self.epoch = 0

@@ -38,9 +38,10 @@ def _fill(flat: np.ndarray, lengths: np.ndarray, value: int, side: str) -> np.nd
 def read_texts(features: list[dict]) -> tuple[np.ndarray, np.ndarray]:
     """Return the features' `input_ids` as a right-padded table [B, T], and where it holds tokens.
 
-    Pads are known by their place: their id may be that of a real token, such as an end of text.
+    Pads are known by their place: their id may be that of a real token, such as an end of text. Those that a feature
+    has already, by its `attention_mask`, are left out.
     """
-    rows = [feature["input_ids"] for feature in features]
+    rows = [without_pads(feature, "input_ids") for feature in features]
     lengths = np.array([len(row) for row in rows])
     ids = pad_rows(rows, 0)
     return ids, np.arange(ids.shape[1]) < lengths[:, None]
@@ -60,7 +61,13 @@ def read_column(features: list[dict], name: str, value: int, side: str = "right"
                 f"'{name}' of example {number} of the batch has {len(feature[name])} entries, "
                 f"but must have one for each of the {len(feature['input_ids'])} tokens of 'input_ids'"
             )
-    return pad_rows([feature[name] for feature in features], value, side)
+    return pad_rows([without_pads(feature, name) for feature in features], value, side)
+
+
+def without_pads(feature: dict, name: str) -> np.ndarray:
+    """Return a column that has one integer for each token, save where the feature's own `attention_mask` is 0."""
+    values, mask = np.asarray(feature[name], np.int64), feature.get("attention_mask")
+    return values if mask is None else values[np.asarray(mask) == 1]
 
 
 def read_groups(features: list[dict], name: str) -> np.ndarray:
@@ -108,6 +115,14 @@ def token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
     if found is None:
         raise UserError(f"the tokenizer has no {name}, but must have one: give it to `tokenizer.add_special_tokens`")
     return found
+
+
+def text_bounds(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
+    """Return the ids that a text begins and ends with, as far as there are any: `<s>` and `</s>`, or BERT's `[CLS]` and
+    `[SEP]`, which take their places."""
+    places = ("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")
+    found = ([getattr(tokenizer, name) for name in names] for names in places)
+    return tuple(next((id for id in ids if id is not None), None) for ids in found)
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

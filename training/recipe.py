@@ -5,6 +5,7 @@ inside a section is written with a dot: `model.hidden_size=256`, `data.splits.tr
 """
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from triptych.configs import RECIPES, recipe_names
 from triptych.training.errors import UserError, unknown_name
 
 RECIPE_FILE = "recipe.yaml"  # its name in a run's folder
+# What the section `model` says beside the fields of the configuration.
+NOT_FIELDS = ("preset", "path", "topology", "attn_implementation")
 UNIONS = (types.UnionType, typing.Union)  # a | b, which has the second origin where a is a Literal
 
 
@@ -162,7 +165,7 @@ class BleuRecipe:
         smooth_method: what becomes of counts of zero, `exp`, `floor`, `add-k` or `none`.
     """
 
-    tokenize: str = "13a"
+    tokenize: Literal["13a", "intl", "zh", "char", "none"] = "13a"
     smooth_method: Literal["exp", "floor", "add-k", "none"] = "exp"
 
 
@@ -396,7 +399,9 @@ def _apply_change(tree: dict[str, Any], change: str) -> None:
         raise UserError(f"the value of '{change}' is not YAML: {' '.join(str(error).split())}") from error
     *sections, last = key.split(".")
     for section in sections:
-        tree = tree.setdefault(section, {})
+        if tree.get(section) is None:  # left out, or without any key
+            tree[section] = {}
+        tree = tree[section]
         if not isinstance(tree, dict):
             raise UserError(f"recipe key '{section}' in '{change}' holds one value, not a section of keys")
     tree[last] = value
@@ -482,8 +487,14 @@ def _check_ranges(recipe: Recipe) -> None:
     counts |= {f"data.{key}": getattr(recipe.data, key) for key in ("max_length", "num_proc", "window")}
     for key, value in counts.items():
         _require(value is None or value > 0, key, "at least 1", value)
-    for key in ("warmup_steps", "cooldown_steps", "average_checkpoints", "weight_decay", "length_noise", "r_drop"):
+    for key in (
+        *("warmup_steps", "cooldown_steps", "average_checkpoints"),
+        *("adam_epsilon", "weight_decay", "length_noise", "r_drop"),
+    ):
         _require(getattr(recipe, key) >= 0, key, "at least 0", getattr(recipe, key))
+    _require(0 <= recipe.seed < 2**31, "seed", "from 0 to 2^31 - 1", recipe.seed)
+    norm = recipe.max_grad_norm
+    _require(norm is None or norm > 0, "max_grad_norm", "above 0 or null", norm)
     dropout = recipe.tokenizer.dropout
     _require(0 <= dropout <= 1, "tokenizer.dropout", "in [0, 1]", dropout)
     if recipe.schedule == "trapezoidal":
@@ -495,8 +506,23 @@ def _check_ranges(recipe: Recipe) -> None:
     _require(0 <= recipe.label_smoothing < 1, "label_smoothing", "in [0, 1)", recipe.label_smoothing)
     betas = recipe.adam_betas
     _require(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "adam_betas", "two numbers in [0, 1)", betas)
+    penalty, beams = recipe.generation.length_penalty, recipe.generation.num_beams
+    allowed = "1.0, as generation.num_beams is 1" if beams == 1 else "a number"
+    _require(penalty == 1 if beams == 1 else math.isfinite(penalty), "generation.length_penalty", allowed, penalty)
+    _check_names(recipe)
     _check_data(recipe.data)
     _check_distillation(recipe.distillation, recipe.model)
+
+
+def _check_names(recipe: Recipe) -> None:
+    """Of sections whose other keys depend on the objective, check those that are known here."""
+    names = {"objective.type": recipe.objective.get("type")}
+    names |= {f"model.{key}": recipe.model.get(key) for key in NOT_FIELDS}
+    for key, value in names.items():
+        _require(value is None or isinstance(value, str), key, "text or null", value)
+    for key in ("encoder", "decoder"):
+        value = recipe.model.get(key)
+        _require(value is None or isinstance(value, dict), f"model.{key}", "a section of keys", value)
 
 
 def _check_data(data: DataRecipe) -> None:

@@ -10,6 +10,7 @@
 """
 
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -25,9 +26,11 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
+    LoggerType,
     ProjectConfiguration,
     broadcast_object_list,
     set_seed,
@@ -179,7 +182,8 @@ def build_accelerator(recipe: Recipe) -> Accelerator:
     # A launch on a machine without a GPU means processes on its CPU; accelerate wants to be told, and would else make
     # each of them a run of its own.
     is_cpu_launch = "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
-    with as_user_error("recipe key 'report_to'"):
+    check_trackers(recipe.report_to)
+    with as_user_error("recipe key 'mixed_precision'"):
         accelerator = Accelerator(
             cpu=is_cpu_launch and "ACCELERATE_TORCH_DEVICE" not in os.environ,
             mixed_precision=recipe.mixed_precision,
@@ -197,6 +201,16 @@ def build_accelerator(recipe: Recipe) -> Accelerator:
         config["train_micro_batch_size_per_gpu"] = 1
         config["gradient_clipping"] = recipe.max_grad_norm or 0.0  # its engine clips, not the loop
     return accelerator
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise a `UserError` where accelerate does not know a tracker, or would quietly do without it."""
+    installed = [tracker.value for tracker in get_available_trackers()]
+    for name in names:
+        if name not in ("all", *installed):
+            known = LoggerType.list()
+            problem = "is not installed" if name in known else f"is none of {', '.join(known)}"
+            raise UserError(f"recipe key 'report_to': tracker '{name}' {problem}")
 
 
 def check_launch(accelerator: Accelerator) -> None:
@@ -217,12 +231,17 @@ def check_launch(accelerator: Accelerator) -> None:
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Raise a `UserError` where `output` or a folder above it is a file, or `output` holds no run to continue."""
+    """Raise a `UserError` where `output` or a folder above it is a file, or `output` holds no run to continue or, with
+    `overwrite`, to replace."""
     for folder in (output, *output.parents):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"output '{output}' needs a folder, but '{folder}' is a file")
-    is_used = output.is_dir() and any(output.iterdir())
-    if is_used and not overwrite and read_record(output).get("status") != RUNNING:
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    status = read_record(output).get("status")
+    if status is None:  # what is there is not ours to replace
+        raise UserError(f"output folder '{output}' is not empty and holds no run: choose another")
+    if status != RUNNING and not overwrite:
         raise UserError(f"output folder '{output}' is not empty: choose another or add overwrite=true")
 
 
@@ -313,11 +332,11 @@ def opened_folder(
     """Begin the run's folder, or go on in it; an error before the first checkpoint removes it again."""
     accelerator = checkpoints.accelerator
     made = [folder for folder in output.absolute().parents if not folder.exists()]
+    lock = None
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         with as_user_error(f"output folder '{output}' cannot be made"):
-            if is_new:
-                begin_folder(output, parts, facts)
+            lock = begin_folder(output, parts, facts) if is_new else claim(output)
             save_recipe(recipe, output / f".{RECIPE_FILE}")
             (output / f".{RECIPE_FILE}").rename(output / RECIPE_FILE)
     accelerator.wait_for_everyone()
@@ -334,21 +353,56 @@ def opened_folder(
             kept = "; the last checkpoint is intact, the same command continues from it" if has_checkpoints else ""
             raise Failure(f"no space is left on the disk of '{output}'{kept}") from error
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
-def begin_folder(output: Path, parts: Parts, facts: dict[str, Any]) -> None:
-    """Put a new run's folder in place of `output`, so that whatever is found there later is known as a run."""
+def begin_folder(output: Path, parts: Parts, facts: dict[str, Any]) -> int:
+    """Put a new run's folder in place of `output`, so that whatever is found there later is known as a run.
+
+    Returns:
+        Its lock, as `claim` does.
+    """
     output = output.absolute()
-    staging = output.with_name(f".{output.name}.new")
-    shutil.rmtree(staging, ignore_errors=True)
+    staging, replaced = (output.with_name(f".{output.name}.{word}") for word in ("new", "old"))
+    for left_over in (staging, replaced):
+        if left_over.exists():
+            os.close(claim(left_over))
+            shutil.rmtree(left_over)
     staging.mkdir(parents=True)
+    lock = claim(staging)  # it stays with the folder when that is renamed
     write_whole(staging / RECORD_FILE, json.dumps({"status": RUNNING, **facts}, indent=1))
     for part in (parts.tokenizer, parts.processor):
         if part is not None:
             part.save_pretrained(staging)
-    if output.exists():
-        shutil.rmtree(output)
-    staging.rename(output)
+    try:
+        if output.exists():
+            os.close(claim(output))
+            output.rename(replaced)
+        staging.rename(output)
+    except (OSError, UserError):  # another training was quicker
+        shutil.rmtree(staging)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+    return lock
+
+
+def claim(folder: Path) -> int:
+    """Lock a folder against other trainings; return the handle whose closing, or this process's end, unlocks it.
+
+    Raises:
+        UserError: another training has it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise UserError(f"output folder '{folder}' is in use by another training: choose another") from error
+    except OSError:
+        pass  # some network disks have no locks
+    return handle
 
 
 def resume(loop: TrainingLoop, step: int, log: RunLog, output: Path) -> None:

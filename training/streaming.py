@@ -13,11 +13,20 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, load_datase
 from datasets.exceptions import DatasetGenerationError
 
 from triptych.training.batching import Examples
-from triptych.training.data import clean, find_file, format_of, list_sources
+from triptych.training.data import (
+    ROWS,
+    check_value,
+    clean,
+    find_file,
+    format_of,
+    list_sources,
+    name_columns,
+    stream_lines,
+)
 from triptych.training.errors import UserError
 from triptych.training.recipe import DataRecipe
 
-BUILDERS = {"lines": "text", "csv": "csv", "json": "json", "parquet": "parquet"}
+FORMATS = (*ROWS, "json", "parquet")
 
 
 def open_stream(recipe: DataRecipe, split: str, columns: Sequence[str]) -> IterableDataset:
@@ -30,12 +39,20 @@ def open_stream(recipe: DataRecipe, split: str, columns: Sequence[str]) -> Itera
     for source in list_sources(recipe.splits[split], columns):
         path = find_file(source.file) if isinstance(source.file, str) else None
         format = format_of(path, source, recipe) if path else "files side by side"
-        if format not in BUILDERS or source.pattern or recipe.pattern or source.part:
+        if format not in FORMATS or source.part:
             raise UserError(
-                f"recipe key 'data.window' must be null, as only whole files of the formats {', '.join(BUILDERS)} and "
-                f"without a pattern are read in windows, but {source.file} is of {format}"
+                f"recipe key 'data.window' must be null, as only whole files of the formats {', '.join(FORMATS)} are "
+                f"read in windows, but {source.file} is {f'the part {source.part}' if source.part else f'of {format}'}"
             )
-        streams.append(clean(_open(path, format, columns, recipe.columns | source.columns), recipe))
+        options = {
+            "path": path,
+            "format": format,
+            "columns": tuple(columns),
+            "renamed": recipe.columns | source.columns,
+            "pattern": source.pattern or recipe.pattern,
+        }
+        next(_read(**options), None)  # for its errors
+        streams.append(clean(IterableDataset.from_generator(_read, gen_kwargs=options), recipe))
     return concatenate_datasets(streams) if len(streams) > 1 else streams[0]
 
 
@@ -44,16 +61,31 @@ def first_window(stream: IterableDataset, window: int) -> Dataset:
     return Dataset.from_list(list(islice(_again_and_again(stream), window)))
 
 
-def _open(path: Path, format: str, columns: Sequence[str], renamed: dict[str, str]) -> IterableDataset:
-    stream = load_dataset(BUILDERS[format], data_files=str(path), split="train", streaming=True)
-    names = {"text": columns[0]} if format == "lines" else {renamed.get(column, column): column for column in columns}
-    present = list(next(iter(stream), {}))
-    for name in names:
-        if name not in present:
-            raise UserError(f"data file '{path}' has no column '{name}': its columns are {', '.join(present)}")
-    stream = stream.select_columns(list(names))
-    renames = {name: column for name, column in names.items() if name != column}
-    return stream.rename_columns(renames) if renames else stream
+def _read(
+    path: Path, format: str, columns: Sequence[str], renamed: dict[str, str], pattern: str | None
+) -> Iterator[dict]:
+    """Yield the examples of a file one after another, as `load_split` would give them all at once."""
+    if format in ROWS:
+        names = [renamed.get(column, column) for column in columns]
+        rows = ROWS[format](path, stream_lines(path), names, pattern)
+    else:
+        rows = _rows_of_builder(path, format)
+    chosen = None
+    for number, row in enumerate(rows, start=1):
+        chosen = chosen or name_columns(list(row), path, columns, renamed)
+        for name, column in chosen.items():
+            check_value(row[name], column, f"data file '{path}', row {number}: column '{name}'")
+        yield {column: row[name] for name, column in chosen.items()}
+    if chosen is None:
+        raise UserError(f"data file '{path}' has no examples")
+
+
+def _rows_of_builder(path: Path, builder: str) -> Iterator[dict]:
+    try:
+        yield from load_dataset(builder, data_files=str(path), split="train", streaming=True)
+    except (DatasetGenerationError, EOFError, OSError, TypeError, ValueError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise UserError(f"data file '{path}' is no {builder} table: {reason}") from error
 
 
 class StreamedExamples(Examples):
@@ -89,7 +121,4 @@ class StreamedExamples(Examples):
 
 def _again_and_again(stream: IterableDataset) -> Iterator[dict]:
     while True:
-        try:
-            yield from stream
-        except (DatasetGenerationError, OSError, ValueError) as error:
-            raise UserError(f"the data stream broke: {' '.join(str(error.__cause__ or error).split())}") from error
+        yield from stream

@@ -1,6 +1,7 @@
 """What a run's folder goes through: checkpoints kept, torn, averaged and refused; full disks; losses that explode."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -254,9 +255,41 @@ def test_folders_that_are_no_unfinished_runs(tiny_recipe, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="is not empty"):
-        train(tiny_recipe(f"output={other}"))
+    for overwrite in ("true", "false"):  # what is there is not a run: it is not replaced either
+        with pytest.raises(UserError, match="is not empty and holds no run: choose another"):
+            train(tiny_recipe(f"output={other}", f"overwrite={overwrite}"))
     assert [path.name for path in other.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("overwrite", ["true", "false"])
+def test_a_folder_that_another_training_writes_to_is_left_alone(unfinished, overwrite):
+    """Two at once would write over each other's checkpoints, and the first to fail would remove both."""
+    folder, recipe = unfinished
+    before = snapshot(folder)
+    lock = run.claim(folder)
+    with pytest.raises(UserError, match=r"run' is in use by another training"):
+        train(recipe(f"overwrite={overwrite}"))
+    assert snapshot(folder) == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    os.close(lock)
+    assert train(recipe(f"overwrite={overwrite}")).folder == folder
+
+
+def test_of_two_trainings_that_begin_in_one_folder_the_second_is_refused(tiny_recipe, tmp_path, monkeypatch):
+    """While the second still reads its data there is no folder yet."""
+    locks, describe_run = [], run.describe_run
+
+    def other_begins(recipe, parts, accelerator):
+        facts = describe_run(recipe, parts, accelerator)
+        locks.append(run.begin_folder(tmp_path / "run", parts, facts))
+        return facts
+
+    monkeypatch.setattr(run, "describe_run", other_begins)
+    with pytest.raises(UserError, match=r"run' is in use by another training"):
+        train(tiny_recipe())
+    assert (tmp_path / "run" / "run.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    os.close(*locks)
 
 
 def test_overwriting_an_unfinished_run_begins_anew(unfinished, capsys):

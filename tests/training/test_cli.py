@@ -121,7 +121,7 @@ def test_parallel_files_of_unequal_length(command, pairs_recipe, tmp_path):
         (["train", "mine.yaml", "tokenizer.path=nowhere"], "tokenizer 'nowhere' cannot be loaded"),
         (["train", "mine.yaml", "output=pairs.tsv"], "output 'pairs.tsv' needs a folder, but 'pairs.tsv' is a file"),
         (["train", "mine.yaml", "output=pairs.tsv/run"], "needs a folder, but 'pairs.tsv' is a file"),
-        (["train", "mine.yaml", "output=."], "output folder '.' is not empty: choose another or add overwrite=true"),
+        (["train", "mine.yaml", "output=."], "output folder '.' is not empty and holds no run: choose another"),
         (["generate", "nowhere", "text"], "model 'nowhere' cannot be loaded"),
         (["generate", "nowhere"], "needs texts or --input FILE"),
         (["generate", "nowhere", "--input", "none.txt"], "data file 'none.txt' does not exist"),

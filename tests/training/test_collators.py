@@ -227,6 +227,32 @@ def test_a_row_does_not_depend_on_its_batch(case, lengths, seed):
     assert [contents(case, backwards, row) for row in range(len(features))] == expected[::-1]
 
 
+def padded(case: Case, row: dict, side: str) -> dict:
+    """What a tokenizer makes of `row` with `padding="max_length"`: pads in every column that has an entry a token."""
+    if isinstance(row["input_ids"][0], list):
+        names = ("input_ids", "token_type_ids")
+        rows = [padded(case, {name: row[name][number] for name in names}, side) for number in range(3)]
+        return row | {name: [choice[name] for choice in rows] for name in rows[0]}
+    by_token = {"input_ids", "token_type_ids", "word_ids", "sentence_ids", "seq_idx"} & row.keys()
+    if case.collator is TokenClassificationCollator:
+        by_token.add("labels")
+    length, pads = len(row["input_ids"]), [0] * (50 - len(row["input_ids"]))
+    columns = {name: row[name] for name in by_token} | {"attention_mask": [1] * length}
+    return row | {name: pads + ids if side == "left" else ids + pads for name, ids in columns.items()}
+
+
+@every_case
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_features_may_have_pads_already(case, side):
+    """Without their attention mask, pads are tokens to look at, and of causal language models to predict."""
+    features = [case.example(length) for length in LENGTHS]
+    expected = case.make(side)(features)
+    batch = case.make(side)([padded(case, row, side) for row in features])
+    assert batch.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(batch[name], expected[name]), name
+
+
 @every_case
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_pads_lie_on_one_side_and_are_marked(case, side):

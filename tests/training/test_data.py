@@ -87,6 +87,8 @@ def test_columns_are_chosen_by_name(tmp_path):
         ("a.jsonl", b'{"source": \n', "is no json table"),
         ("a.parquet", b"junk", "is no parquet table"),
         ("a.tsv.gz", b"junk", "cannot be read"),
+        ("a.csv", b"source,target\n", "has no examples"),
+        ("a.conllu", b"# nothing but a comment\n", "has no examples"),
         ("a.docx", b"junk", "needs a pattern with a named group for each of the columns source, target"),
     ],
 )
@@ -98,6 +100,19 @@ def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, name, content, sentenc
     assert sentence in str(error.value)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_field_of_a_table_may_be_a_long_document(tmp_path):
+    """Python's csv refuses fields above 131,072 characters unless told otherwise."""
+    (tmp_path / "a.csv").write_text("source,target\n" + "x" * 200_000 + ",y\n")
+    (row,) = load_files(str(tmp_path / "a.csv"), COLUMNS)
+    assert len(row["source"]) == 200_000
+
+
+@pytest.mark.parametrize("files", [[], [SourceRecipe(file=[])]])
+def test_a_split_without_files_is_refused(files):
+    with pytest.raises(UserError, match=r"'data\.splits' must name a file for each split and source"):
+        load_files(files, COLUMNS)
 
 
 def test_parallel_files_of_unequal_length_name_both_counts(tmp_path):
@@ -169,6 +184,8 @@ def test_a_pattern_names_its_columns(tmp_path):
         read(tmp_path, content, ["text"], pattern="(")
     with pytest.raises(UserError, match="has no column 'label': its columns are text"):
         read(tmp_path, content, ["text", "label"], pattern="(?P<text>.*)")
+    with pytest.raises(UserError, match="needs a pattern with a named group for each of the columns text"):
+        read(tmp_path, content, ["text"], pattern=".*")
 
 
 def test_one_text_a_line_and_one_text_a_file(tmp_path):
@@ -192,6 +209,10 @@ def test_parts_of_a_file(tmp_path):
     assert text == {"text": ["j"]}  # of one text, the characters
     with pytest.raises(UserError, match=r"'part' must be two shares, such as \[0, 0.9\], not \[0.9, 0.1\]"):
         read(tmp_path, content, ["text"], part=[0.9, 0.1])
+    with pytest.raises(UserError, match=r"'part' is \[0, 0.01\], which is nothing of 10"):
+        read(tmp_path, content, ["text"], part=[0, 0.01])
+    pair = read(tmp_path, "a\tb\n", COLUMNS, part=[0, 1], name="one.tsv")
+    assert pair == {"source": ["a"], "target": ["b"]}  # one example is not always one text
 
 
 def test_a_table_under_a_header_line(tmp_path):
@@ -234,8 +255,9 @@ def test_stories_with_their_questions(tmp_path):
     assert " ".join(first["tokens"]) == "Mary went home . Where is Mary ? She ' s left . Where ?"
     assert {place: label for place, label in enumerate(first["labels"]) if label} == {7: "home", 14: "n,w"}
     assert second == {"tokens": ["Hi", "."], "labels": ["", ""]}
-    with pytest.raises(UserError, match="line 1 does not begin with the number of a sentence"):
-        read(tmp_path, "Hi.\n", ["tokens", "labels"], format="babi")
+    for content in ("Hi.\n", "2 Hi.\n"):
+        with pytest.raises(UserError, match="line 1 does not begin with the number of a sentence, 1"):
+            read(tmp_path, content, ["tokens", "labels"], format="babi")
 
 
 def test_subwords_are_joined_and_text_lower_cased(tmp_path):

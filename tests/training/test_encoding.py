@@ -4,9 +4,12 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import BertTokenizer, GPT2Tokenizer, T5Tokenizer
 
+from triptych.training.building import text_fields
 from triptych.training.encoding import Encoder, encode_texts
 from triptych.training.errors import UserError
+from triptych.training.masking import NextSentencePairs
 from triptych.training.objectives import OBJECTIVES, build_examples, encode, label_names, read_task
 from triptych.training.recipe import Recipe
 from triptych.training.tokenization import MASK, SENTINELS, SEP, train_tokenizer
@@ -75,6 +78,61 @@ def test_no_token_is_lost_or_predicted_twice(lengths, max_length):
         else:
             kept = [token for row in rows for token in row if token > 3]
             assert tokenizer.convert_ids_to_tokens(kept) == " ".join(texts).split()
+
+
+WORD_PIECES = {name: id for id, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh."])}
+OTHERS = {
+    "encoder": BertTokenizer(vocab=WORD_PIECES),
+    "decoder": GPT2Tokenizer(vocab={name: id for id, name in enumerate(["<|endoftext|>", *"abc\u0120"])}, merges=[]),
+    "encoder_decoder": T5Tokenizer(
+        vocab=[(name, -float(id)) for id, name in enumerate(["<pad>", "</s>", "<unk>", "\u2581", *"abcdefgh."])]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("type", "topology", "text"),
+    [
+        ("masked_lm", "encoder", "[CLS] a b [SEP]"),
+        ("causal_lm", "decoder", "<|endoftext|> a \u0120 b <|endoftext|>"),
+        ("span_corruption", "encoder_decoder", "\u2581 a \u2581 b </s>"),
+        ("seq2seq", "encoder_decoder", "\u2581 a \u2581 b </s>"),
+    ],
+)
+def test_texts_begin_and_end_as_other_tokenizers_have_it(type, topology, text):
+    """BERT's tokenizer has neither <s> nor </s>, and T5's no <s>: its models start to write with a pad."""
+    tokenizer = OTHERS[topology]
+    examples = {"source": ["a b"], "target": ["a b"]} if type == "seq2seq" else {"text": ["a b"]}
+    (row,) = rows_of(type, examples, tokenizer)
+    assert row["input_ids"] == text
+    if type == "seq2seq":
+        assert written(tokenizer, row["labels"]) == text
+    fields = text_fields(tokenizer, topology)
+    assert fields["eos_token_id"] == tokenizer.convert_tokens_to_ids(text.split()[-1])
+    if topology == "encoder_decoder":
+        assert fields["decoder_start_token_id"] == tokenizer.pad_token_id
+
+
+def test_the_pairs_of_next_sentences_are_berts():
+    rows = Dataset.from_dict({"input_ids": [[5], [6], [7], [8]], "document": [0, 0, 1, 1]})
+    tokenizer = OTHERS["encoder"]
+    ids = NextSentencePairs(rows, tokenizer)[0]["input_ids"]
+    first, second = (tokenizer.decode([ids[place]]) for place in (1, 3))
+    assert ids == tokenizer(first, second)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("type", "least"),
+    [("masked_lm", 3), ("causal_lm", 2), ("span_corruption", 2), ("sequence_classification", 3), ("seq2seq", 2)],
+)
+def test_rows_need_room_for_a_token(type, least):
+    """A tokenizer that has no room for its special tokens cuts nothing at all."""
+    columns = {"text": ["a b"], "label": ["x"], "source": ["a b"], "target": ["c"]}
+    examples = {name: columns[name] for name in OBJECTIVES[type].columns}
+    rows = rows_of(type, examples, max_length=least)
+    assert all(len(row["input_ids"].split()) == least for row in rows[:1])
+    with pytest.raises(UserError, match=f"'data.max_length' must be at least {least}, not {least - 1}"):
+        rows_of(type, examples, max_length=least - 1)
 
 
 def test_two_texts_in_one_row():

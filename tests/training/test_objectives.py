@@ -61,8 +61,17 @@ def test_train_save_load_score(folder, tmp_path, name, topology):
     (validation,) = [row for row in rows if "validation_loss" in row]
     if name in ("masked_lm", "causal_lm", "span_corruption"):  # the measure is the loss itself
         assert scores["perplexity"] == pytest.approx(math.exp(validation["validation_loss"]), rel=1e-4)
+    measured = {key.removeprefix("validation_") for key in validation} - {"step", "loss"}
+    assert measured == set(evaluation.score_names(read_task(recipe)))  # what may be a `best_metric`
     for key in set(scores) & set(validation):
         assert scores[key] == pytest.approx(validation[key])
+
+
+@pytest.mark.parametrize("name", ["regression", "question_answering"])
+def test_a_loss_that_is_not_of_classes_is_not_smoothed(folder, tmp_path, name):
+    """It would be left as it is without a word."""
+    with pytest.raises(UserError, match=f"'label_smoothing' must be 0, as the loss of {name} is not of classes"):
+        build_parts(make_recipe(folder, tmp_path, name, "encoder", "label_smoothing=0.1"), processes=1)
 
 
 @pytest.mark.parametrize(("name", "topology"), EVERY)

@@ -36,6 +36,12 @@ def test_changes_reach_every_level_with_their_types():
     assert recipe.adam_betas == [0.9, 0.999]
 
 
+def test_a_section_without_keys_takes_changes(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("model:\ndata: {dates: {train: 5, validation: 5}}\n")
+    assert load_recipe(str(path), ["model.hidden_size=64"]).model == {"hidden_size": 64}
+
+
 def test_a_saved_recipe_reads_back_equal(tmp_path):
     recipe = load_recipe("multi30k_en_de", ["learning_rate=1e-7", "max_grad_norm=null"])
     save_recipe(recipe, tmp_path / "recipe.yaml")
@@ -64,6 +70,19 @@ def test_a_recipe_is_found_by_path(tmp_path):
         ("max_steps=0", "recipe key 'max_steps' must be at least 1, not 0"),
         ("learning_rate=fast", "recipe key 'learning_rate' must be a number, not 'fast'"),
         ("learning_rate=-1", "recipe key 'learning_rate' must be above 0, not -1.0"),
+        ("max_grad_norm=-1", "recipe key 'max_grad_norm' must be above 0 or null, not -1.0"),
+        ("max_grad_norm=0", "recipe key 'max_grad_norm' must be above 0 or null, not 0.0"),
+        ("adam_epsilon=-1", "recipe key 'adam_epsilon' must be at least 0, not -1.0"),
+        ("seed=-1", "recipe key 'seed' must be from 0 to 2^31 - 1, not -1"),
+        ("seed=4294967296", "recipe key 'seed' must be from 0 to 2^31 - 1, not 4294967296"),
+        ("generation.length_penalty=0.6", "length_penalty' must be 1.0, as generation.num_beams is 1, not 0.6"),
+        ("generation={num_beams: 2, length_penalty: .nan}", "length_penalty' must be a number, not nan"),
+        ("bleu.tokenize=13b", "recipe key 'bleu.tokenize' must be one of 13a, intl, zh, char, none, not '13b'"),
+        ("objective.type=[seq2seq]", "recipe key 'objective.type' must be text or null, not ['seq2seq']"),
+        ("model.topology=[encoder]", "recipe key 'model.topology' must be text or null, not ['encoder']"),
+        ("model.path=5", "recipe key 'model.path' must be text or null, not 5"),
+        ("model.attn_implementation=5", "recipe key 'model.attn_implementation' must be text or null, not 5"),
+        ("model.encoder=5", "recipe key 'model.encoder' must be a section of keys, not 5"),
         ("label_smoothing=1", "recipe key 'label_smoothing' must be in [0, 1), not 1.0"),
         ("overwrite=yes please", "recipe key 'overwrite' must be true or false, not 'yes please'"),
         ("schedule=cosin", "must be one of inverse_sqrt, cosine, linear, trapezoidal, not 'cosin'"),

@@ -1,12 +1,14 @@
 """Whole trainings of a tiny model: what they leave behind, and what may not change their results."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file
-from small_files import metrics_of
+from small_files import make_recipe, metrics_of
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import triptych.training.run as run_module
@@ -74,8 +76,8 @@ def with_scores(monkeypatch, values):
     values = iter(values)
     original = run_module.build_parts
 
-    def build(*arguments):
-        parts = original(*arguments)
+    def build(recipe, processes):
+        parts = original(replace(recipe, best_metric="loss"), processes)  # seq2seq has no accuracy of its own
         parts.score = lambda model: {"accuracy": next(values)}
         return parts
 
@@ -93,10 +95,20 @@ def test_a_larger_score_is_better(tiny_recipe, monkeypatch, capsys):
     assert "accuracy 0.3000," in said
 
 
-def test_an_unknown_metric_is_refused_with_those_that_exist(tiny_recipe, monkeypatch):
-    with_scores(monkeypatch, [0.2])
-    recipe = tiny_recipe("validate_every=2", "best_metric=acuracy")
-    with pytest.raises(UserError, match="recipe key 'best_metric' must be one of accuracy, loss, not 'acuracy'"):
+def test_an_unknown_metric_is_refused_before_training(tiny_recipe, monkeypatch):
+    """After the first checkpoint it could not be changed any more."""
+    monkeypatch.setattr(TrainingLoop, "run", lambda loop: pytest.fail("training began"))
+    with pytest.raises(UserError, match="recipe key 'best_metric' must be one of loss, not 'acuracy'"):
+        train(tiny_recipe("best_metric=acuracy"))
+
+
+def test_validation_without_a_label_is_refused(tmp_path):
+    """Its loss would be 0 / 0, and no later one better."""
+    for name, label in (("train", "yes"), ("validation", "no")):
+        (tmp_path / f"{name}.tsv").write_text(f"a\t{label}\n")
+    recipe = make_recipe(tmp_path, tmp_path, "sequence_classification", "encoder")
+    recipe.data.splits = {name: str(tmp_path / f"{name}.tsv") for name in ("train", "validation")}
+    with pytest.raises(UserError, match="the validation data have no label to measure the loss of"):
         train(recipe)
 
 
@@ -216,8 +228,15 @@ def test_trackers_get_what_the_metrics_file_gets(tiny_recipe):
     for key in ("loss", "learning_rate", "validation_loss"):
         values = [event.value for event in events.Scalars(key)]
         assert values == pytest.approx(metrics_of(run, key))
-    with pytest.raises(UserError, match="'report_to': Unsupported logging capability: paper"):
+    with pytest.raises(UserError, match="'report_to': tracker 'paper' is none of all, aim, tensorboard, "):
         train(tiny_recipe("report_to=[paper]", "overwrite=true"))
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tiny_recipe, monkeypatch):
+    """accelerate drops it without a word."""
+    monkeypatch.setattr(run_module, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    with pytest.raises(UserError, match="recipe key 'report_to': tracker 'wandb' is not installed"):
+        train(tiny_recipe("report_to=[tensorboard, wandb]"))
 
 
 def test_a_launch_that_accelerate_does_not_carry_out_is_refused(tiny_recipe, monkeypatch):

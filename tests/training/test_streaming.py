@@ -7,11 +7,12 @@ import pytest
 from datasets import Dataset
 
 from triptych.training.building import build_parts
+from triptych.training.data import load_files
 from triptych.training.errors import UserError
 from triptych.training.recipe import DataRecipe, load_recipe
 from triptych.training.reporting import RunLog, read_metrics
 from triptych.training.run import train
-from triptych.training.streaming import StreamedExamples, open_stream
+from triptych.training.streaming import StreamedExamples, first_window, open_stream
 
 TEXTS = [f"Text {number}" for number in range(10)]
 
@@ -100,8 +101,7 @@ def test_a_training_goes_on_in_the_window_where_it_stopped(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("data.pattern=(?P<text>.*)", "'data.window' must be null, as only whole files of the formats lines, csv"),
-        ("data.format=document", "is of document"),
+        ("data.format=document", "as only whole files of the formats lines, tsv, table, csv, json, parquet are read"),
         ("objective.type=next_sentence", "'data.window' must be null, as next_sentence has to see all examples"),
         ("tokenizer.dropout=0.1", "'tokenizer.dropout' must be 0, unless the objective is seq2seq"),
         ("data.splits.train=none.txt", "data file 'none.txt' does not exist"),
@@ -111,6 +111,47 @@ def test_what_cannot_be_read_in_windows_is_refused(tmp_path, change, sentence):
     with pytest.raises(UserError) as error:
         build_parts(make_recipe(tmp_path, change), processes=1)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", b"\xef\xbb\xbfone\r\ntwo\x0b\xe2\x80\xa8 and\rmore\n\nlast"),
+        ("a.csv", b'text\r\n007\r\n1e3\r\nNA\r\n"in\r\nquotes"\r\n'),
+        ("a.csv", b"\xef\xbb\xbftext\n" + b"long " * 50_000 + b"\n"),
+        ("a.jsonl", b'{"text": "1"}\r\n{"text": "b"}\n'),
+    ],
+)
+def test_a_window_holds_what_the_whole_file_does(tmp_path, name, content):
+    """Read by pandas, 007 is a number and NA no text; text files break their lines at other marks too."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    whole = load_files(str(path), ["text"])[:]
+    stream = open_stream(DataRecipe(splits={"train": str(path)}), "train", ["text"])
+    assert first_window(stream, len(whole["text"]))[:] == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.txt", b"a\ncaf\xe9\n", "line 2: byte 0xe9 is not UTF-8"),
+        ("a.txt", b"", "has no examples"),
+        ("a.txt.gz", gzip.compress(b"a\nb\n" * 10_000)[:-20], "cannot be read: Compressed file ended before"),
+        ("a.csv", b"text,label\na\n", "line 2: has 1 column, but the header 2 columns"),
+        ("a.csv", b"text\n", "has no examples"),
+        ("a.csv", b"", "has no examples"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 2: column 'text' holds None, not text"),
+        ("a.jsonl", b'{"text": 7}\n', "row 1: column 'text' holds 7, not text"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', "is no json table"),
+    ],
+)
+def test_a_bad_stream_is_named_with_what_is_wrong(tmp_path, name, content, sentence):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        first_window(open_stream(DataRecipe(splits={"train": str(path)}), "train", ["text"]), 20_001)
+    assert sentence in str(error.value)
+    assert str(path) in str(error.value)
 
 
 def test_a_missing_column_is_named(tmp_path):
