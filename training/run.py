@@ -10,7 +10,6 @@
 """
 
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -58,6 +57,11 @@ from triptych.training.reporting import (
 )
 from triptych.training.sharing import write_card
 from triptych.training.tokenization import tokenizer_digest
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
 
 CHECKPOINTS, TRACKERS = "checkpoints", "trackers"
 
@@ -354,11 +358,10 @@ def opened_folder(
             raise Failure(f"no space is left on the disk of '{output}'{kept}") from error
         raise
     finally:
-        if lock is not None:
-            os.close(lock)
+        release(lock)
 
 
-def begin_folder(output: Path, parts: Parts, facts: dict[str, Any]) -> int:
+def begin_folder(output: Path, parts: Parts, facts: dict[str, Any]) -> int | None:
     """Put a new run's folder in place of `output`, so that whatever is found there later is known as a run.
 
     Returns:
@@ -368,7 +371,7 @@ def begin_folder(output: Path, parts: Parts, facts: dict[str, Any]) -> int:
     staging, replaced = (output.with_name(f".{output.name}.{word}") for word in ("new", "old"))
     for left_over in (staging, replaced):
         if left_over.exists():
-            os.close(claim(left_over))
+            release(claim(left_over))
             shutil.rmtree(left_over)
     staging.mkdir(parents=True)
     lock = claim(staging)  # it stays with the folder when that is renamed
@@ -378,7 +381,7 @@ def begin_folder(output: Path, parts: Parts, facts: dict[str, Any]) -> int:
             part.save_pretrained(staging)
     try:
         if output.exists():
-            os.close(claim(output))
+            release(claim(output))
             output.rename(replaced)
         staging.rename(output)
     except (OSError, UserError):  # another training was quicker
@@ -388,12 +391,14 @@ def begin_folder(output: Path, parts: Parts, facts: dict[str, Any]) -> int:
     return lock
 
 
-def claim(folder: Path) -> int:
-    """Lock a folder against other trainings; return the handle whose closing, or this process's end, unlocks it.
+def claim(folder: Path) -> int | None:
+    """Lock a folder against other trainings, where the system can; this process's end unlocks it, if `release` has not.
 
     Raises:
         UserError: another training has it.
     """
+    if fcntl is None:
+        return None
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -403,6 +408,12 @@ def claim(folder: Path) -> int:
     except OSError:
         pass  # some network disks have no locks
     return handle
+
+
+def release(lock: int | None) -> None:
+    """Give up what `claim` returned."""
+    if lock is not None:
+        os.close(lock)
 
 
 def resume(loop: TrainingLoop, step: int, log: RunLog, output: Path) -> None:
