@@ -322,7 +322,9 @@ class TriptychStack(TriptychPreTrainedModel):
         if self.grid is not None:
             lay_on_grid(layout, grid or self.grid, is_placed=position_ids is not None)
         has_queries = perm_mask is not None or target_mapping is not None
-        is_free = cache is None and not has_queries and not is_tracing(tokens) and not self.records_layers(kwargs)
+        has_pairs = encoder_attention_mask is not None and encoder_attention_mask.ndim == 4  # of the tokens as given
+        is_free = cache is None and not has_queries and not has_pairs
+        is_free = is_free and not is_tracing(tokens) and not self.records_layers(kwargs)
         position_ids, given_layout, places, rows = layout.position_ids, layout, None, None
         if is_free and layout.custom is None and (has_pads(layout.padding) or layout.documents is not None):
             layout, places, rows = layout.unpadded(is_causal, not is_flash_attention_requested(self.config))
