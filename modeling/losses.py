@@ -225,17 +225,22 @@ def span_loss(
     start_positions: torch.Tensor,
     end_positions: torch.Tensor,
     num_items_in_batch: torch.Tensor | int | None = None,
+    padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean cross-entropy of a span's two ends: logits [B, T], positions [B]; a position outside the text is ignored.
 
-    Items are texts: with `num_items_in_batch`, the loss of each end is the sum over texts divided by it.
+    Items are texts: with `num_items_in_batch`, the loss of each end is the sum over texts divided by it. `padding`
+    [B, T] is True on real tokens.
     """
 
     def end_loss(name: str, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        positions = positions.view(-1)
+        positions = positions.view(-1).to(logits.device)
         if positions.shape[0] != logits.shape[0]:
             raise ValueError(f"`{name}` has shape [{len(positions)}], but must be [{len(logits)}].")
-        outside = (positions < 0) | (positions >= logits.shape[-1])
+        last = logits.shape[-1] - 1
+        outside = (positions < 0) | (positions > last)
+        if padding is not None:
+            outside = outside | ~padding.gather(1, positions.clamp(0, last)[:, None])[:, 0]
         return cross_entropy(logits, positions.masked_fill(outside, IGNORE), num_items_in_batch)
 
     start_loss = end_loss("start_positions", start_logits, start_positions)

@@ -378,11 +378,18 @@ def rank_tokens(padding: torch.Tensor | None, documents: torch.Tensor | None) ->
     return ranks
 
 
-def mark_patterns(layout: Layout, config: TriptychStackConfig, global_attention_mask: torch.Tensor | None):
+def mark_patterns(
+    layout: Layout, config: TriptychStackConfig, global_attention_mask: torch.Tensor | None, cache: Cache | None
+):
     """Adds to a layout what sparse patterns ask for: global tokens, and the lengths of texts for random blocks.
 
     Global are the first `num_global_tokens` real ones of each document, and those that the caller names.
     """
+    if global_attention_mask is not None and cache is not None:
+        raise ValueError(
+            "`global_attention_mask` is given, but a cache cannot keep the tokens that it names; pass "
+            "`use_cache=False`, or choose `num_global_tokens`."
+        )
     if config.num_random_blocks and layout.ranks is not None:
         layout.lengths = text_lengths(layout.ranks, layout.documents)
     num_global_tokens = config.num_global_tokens
@@ -712,6 +719,8 @@ def check_custom(
             f"[{batch_size} or 1, {config.num_attention_heads} or 1, {length}, {key_length}]."
         )
     mask, lowest = mask.to(layout.query_slots.device), torch.finfo(dtype).min
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"`attention_mask` is 4D and of {mask.dtype}, but must be boolean, or additive and of floats.")
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
     return mask.to(dtype).clamp(min=lowest)

@@ -102,6 +102,18 @@ def test_span_by_hand():
     assert_equal(span_loss(start_logits, end_logits, starts[:, None], ends[:, None]).double(), expected)
 
 
+@pytest.mark.parametrize("side", SIDES)
+def test_a_pad_is_no_answer(side):
+    """An answer at a pad counts as one outside the text: it would have a loss of 1e38."""
+    model = tiny_model(triptych.TriptychEncoderForQuestionAnswering)
+    ids, mask = pad_rows(ragged_rows(6, 4), side, extra=1)
+    pads = (1 - mask).argmax(-1)
+    first = model(ids[:1], attention_mask=mask[:1], start_positions=ids.new_tensor([5]), end_positions=pads[:1] * 0 + 5)
+    inside = torch.stack((ids.new_tensor(5), pads[1]))
+    output = model(ids, attention_mask=mask, start_positions=inside, end_positions=inside)
+    assert_equal(output.loss, first.loss)
+
+
 @pytest.mark.parametrize("num_items", [7, torch.tensor(7)])
 def test_span_with_a_count_by_hand(num_items):
     """Both ends divide by the texts of the whole update, whatever the number of answers in this batch."""

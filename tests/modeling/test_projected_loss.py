@@ -6,7 +6,7 @@ Shapes: N labelled tokens, E width, V vocabulary.
 import peft
 import pytest
 import torch
-from tiny import LANGUAGE_MODELS, VOCAB, assert_equal_gradients, gradients, random_tokens, tiny_model
+from tiny import LANGUAGE_MODELS, VOCAB, assert_equal, assert_equal_gradients, gradients, random_tokens, tiny_model
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -132,6 +132,14 @@ def test_who_asks_for_logits_gets_them(topology):
     del batch["labels"]
     batch |= {"decoder_input_ids": random_tokens(3, 9)} if topology == "encoder_decoder" else {}
     assert model(**batch, output_logits=False).logits.shape == shape
+
+
+@pytest.mark.parametrize("inputs", [{}, {"is_causal": False}, {"prefix_length": torch.tensor([9, 9, 9])}], ids=str)
+def test_what_stands_behind_the_last_label_counts_where_it_is_seen(inputs):
+    """A decoder that reads both ways, or a prefix, sees it: the loss in training is that with all logits."""
+    model, batch = tiny_model("encoder_decoder").train(), batch_for("encoder_decoder")
+    del batch["attention_mask"]
+    assert_equal(model(**batch, **inputs).loss, model(**batch, **inputs, output_logits=True).loss)
 
 
 class LargestTensor(TorchDispatchMode):
