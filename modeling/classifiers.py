@@ -218,7 +218,11 @@ class TriptychEncoderForMultipleChoice(Classifier):
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]
         texts = {name: value.flatten(0, 1) for name, value in texts.items() if value is not None}
         output = super().forward(**texts, **kwargs)
-        output.logits = output.logits.view(-1, choices)
-        if labels is not None:
-            output.loss = cross_entropy(output.logits, labels, num_items_in_batch, **options)
-        return output
+        logits = output.logits.view(-1, choices)
+        # Not set in the output that is there: as a tuple, it would have the loss last.
+        return MultipleChoiceModelOutput(
+            loss=None if labels is None else cross_entropy(logits, labels, num_items_in_batch, **options),
+            logits=logits,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+        )

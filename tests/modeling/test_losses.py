@@ -215,6 +215,17 @@ def test_every_head_is_here():
     assert {head.model_class.__name__ for head in HEADS.values()} == public
 
 
+@each_head
+@torch.no_grad()
+def test_a_tuple_begins_with_the_loss(name):
+    """As transformers has it: `return_dict=False` gives the fields in their order."""
+    head = HEADS[name]
+    model, batch = head.model(), head.collate([head.example(length) for length in (5, 3)])
+    output, fields = model(**batch), model(**batch, return_dict=False)
+    assert torch.equal(fields[0], output.loss)
+    assert len(fields) == len(output)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @each_head
 def test_accumulated_gradients_are_those_of_one_batch(name, smoothing):

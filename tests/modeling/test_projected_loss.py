@@ -168,6 +168,21 @@ def test_no_table_of_logits_is_made(monkeypatch):
     assert sizes == [4 * 50 * 2000, 2000 * 32]  # all logits; or, at most, the table of tokens
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_frozen_projection_costs_no_gradient(small_chunks, has_bias):
+    """Its gradient is not made on the way forward, and that of the states is what it was."""
+    states, weight, bias = (*leaves(torch.float32, has_bias), None)[:3]
+    labels, gradients_of_states = torch.arange(len(states)), []
+    for is_frozen in (False, True):
+        states.grad = weight.grad = None
+        weight.requires_grad_(not is_frozen)
+        loss = projected_cross_entropy(states, labels, weight, bias)
+        assert (loss.grad_fn.next_functions[0][0].saved_tensors[1] is None) == is_frozen
+        loss.backward()
+        gradients_of_states.append(states.grad)
+    assert torch.equal(*gradients_of_states)
+
+
 @pytest.mark.parametrize("topology", LANGUAGE_MODELS)
 def test_nothing_to_learn_is_a_loss_of_zero(topology):
     model, batch = tiny_model(topology).train(), batch_for(topology)
