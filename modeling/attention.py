@@ -223,7 +223,9 @@ class TriptychAttention(nn.Module):
         states = self.heads(projected)
         if self.has_qk_norm:
             states = getattr(self, norm)(states)
-        return states if position_embeddings is None else apply_rotary(states, *position_embeddings)
+        if position_embeddings is not None:
+            states = apply_rotary(states, *position_embeddings)
+        return states.to(projected.dtype)  # under autocast, norms and angles are in single precision
 
     def key_value(
         self,

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.utils import can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .configuration_triptych import TriptychDecoderConfig, TriptychEncoderConfig, TriptychStackConfig
 from .heads import HeadKwargs, TriptychHead, TriptychPredictionHead, classifier_dropout, take_loss_options
@@ -101,7 +101,7 @@ class QuestionAnswering(Classifier):
         end_positions: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         use_cache: bool = False,
-        **kwargs: Unpack[HeadKwargs],
+        **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """`start_positions` and `end_positions` [B] are token indices, ignored outside the text; logits are [B, T].
 
@@ -117,13 +117,15 @@ class QuestionAnswering(Classifier):
             **kwargs,
         )
         logits = self.qa_outputs(self.features(outputs.last_hidden_state))
+        padding = None
         if attention_mask is not None and attention_mask.ndim == 2:  # a pad is no answer
-            pads = ~attention_mask[:, -logits.shape[1] :].to(logits.device, torch.bool)
-            logits = logits.masked_fill(pads[..., None], torch.finfo(logits.dtype).min)
+            padding = attention_mask[:, -logits.shape[1] :].to(logits.device, torch.bool)
+            logits = logits.masked_fill(~padding[..., None], torch.finfo(logits.dtype).min)
         start_logits, end_logits = logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = span_loss(start_logits, end_logits, start_positions, end_positions, num_items_in_batch)
+            answers = start_logits, end_logits, start_positions, end_positions
+            loss = span_loss(*answers, num_items_in_batch, padding)
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits.contiguous(),
@@ -216,7 +218,11 @@ class TriptychEncoderForMultipleChoice(Classifier):
         choices = (inputs_embeds if input_ids is None else input_ids).shape[1]
         texts = {name: value.flatten(0, 1) for name, value in texts.items() if value is not None}
         output = super().forward(**texts, **kwargs)
-        output.logits = output.logits.view(-1, choices)
-        if labels is not None:
-            output.loss = cross_entropy(output.logits, labels, num_items_in_batch, **options)
-        return output
+        logits = output.logits.view(-1, choices)
+        # Not set in the output that is there: as a tuple, it would have the loss last.
+        return MultipleChoiceModelOutput(
+            loss=None if labels is None else cross_entropy(logits, labels, num_items_in_batch, **options),
+            logits=logits,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+        )

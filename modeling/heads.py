@@ -230,17 +230,6 @@ class LanguageModelHead(TriptychHead):
         states = self.to_table(hidden_states[is_given])
         return self.lm_head(states, labels[is_given], scale=self.config.logit_scale, **options), None
 
-    def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs) -> nn.Embedding:
-        """As in transformers; source and target tables follow if they are one table."""
-        config = self.config
-        has_two = config.topology == "encoder_decoder" and config.encoder.input_type == "text"
-        if has_two and not config.share_embeddings:
-            raise ValueError("`share_embeddings` is False, so source and target vocabularies cannot be resized as one.")
-        embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        for part in (config, config.encoder, config.decoder) if config.topology == "encoder_decoder" else ():
-            part.vocab_size = embeddings.num_embeddings
-        return embeddings
-
 
 class GenerativeHead(LanguageModelHead, GenerationMixin):
     """A language model that `generate()` can drive; a factorised token table is reached through `embed_out`."""

@@ -87,8 +87,11 @@ class ProjectedLoss(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=states.device)
         needs_gradient = any(ctx.needs_input_grad)
-        grad_states, grad_weight = [], torch.zeros_like(weight, dtype=exact) if needs_gradient else None
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
+        grad_states = []
+        grad_weight, grad_bias = (  # those of a frozen projection, as under an adapter, need not be made
+            torch.zeros_like(parameter, dtype=exact) if is_needed else None
+            for parameter, is_needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         size = max(TABLE_SIZE // len(weight), FEWEST_ROWS)
         for number, part in enumerate(inputs.split(size)):
             logits = F.linear(part, table, None if bias is None else bias.to(dtype)).to(exact)
@@ -99,17 +102,19 @@ class ProjectedLoss(torch.autograd.Function):
                 continue
             if scale != 1:
                 gradient *= scale
-            if bias is not None:
+            if grad_bias is not None:
                 grad_bias += gradient.sum(0)
             gradient = gradient.to(dtype)
             grad_states.append(gradient @ table)
+            if grad_weight is None:
+                continue
             if dtype == exact:
                 grad_weight.addmm_(gradient.T, part)
             else:
                 grad_weight += gradient.T @ part
         if needs_gradient:
             given = (torch.cat(grad_states), states), (grad_weight, weight), (grad_bias, bias)
-            ctx.save_for_backward(*(None if of is None else gradient.to(of.dtype) for gradient, of in given))
+            ctx.save_for_backward(*(None if gradient is None else gradient.to(of.dtype) for gradient, of in given))
         return total
 
     @staticmethod
@@ -225,17 +230,22 @@ def span_loss(
     start_positions: torch.Tensor,
     end_positions: torch.Tensor,
     num_items_in_batch: torch.Tensor | int | None = None,
+    padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean cross-entropy of a span's two ends: logits [B, T], positions [B]; a position outside the text is ignored.
 
-    Items are texts: with `num_items_in_batch`, the loss of each end is the sum over texts divided by it.
+    Items are texts: with `num_items_in_batch`, the loss of each end is the sum over texts divided by it. `padding`
+    [B, T] is True on real tokens.
     """
 
     def end_loss(name: str, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        positions = positions.view(-1)
+        positions = positions.view(-1).to(logits.device)
         if positions.shape[0] != logits.shape[0]:
             raise ValueError(f"`{name}` has shape [{len(positions)}], but must be [{len(logits)}].")
-        outside = (positions < 0) | (positions >= logits.shape[-1])
+        last = logits.shape[-1] - 1
+        outside = (positions < 0) | (positions > last)
+        if padding is not None:
+            outside = outside | ~padding.gather(1, positions.clamp(0, last)[:, None])[:, 0]
         return cross_entropy(logits, positions.masked_fill(outside, IGNORE), num_items_in_batch)
 
     start_loss = end_loss("start_positions", start_logits, start_positions)

@@ -173,9 +173,11 @@ def read_layout(
     is_continuable, is_in_order = documents is None, True
     if position_ids is None:
         position_ids = query_slots[None] if ranks is None else ranks[:, query_slots]
-    elif ranks is None and known_past == 0 and not is_plain(position_ids):
+    elif known_past == 0 and not is_plain(position_ids, ranks, padding):
         # Positions of the caller's own choice also place the keys, as far as distances are concerned.
-        ranks, is_continuable, is_in_order = position_ids.to(device).expand(batch_size, -1), False, False
+        ranks, is_continuable = position_ids.to(device).expand(batch_size, -1), False
+        ranks = ranks if padding is None else torch.where(padding[:, :length], ranks, 0)
+        is_in_order = is_tracing(tokens)  # a graph takes them for counted ones where it asks who is near
     remember(cache, known_past, is_continuable or is_tracing(tokens))  # a graph cannot look whether it is
     position_ids = position_ids.to(device)
     tables = dict(padding=padding, documents=documents, ranks=ranks, prefix=prefix, custom=custom)
@@ -250,11 +252,15 @@ def two_streams(layout: Layout, perm_mask: torch.Tensor | None, targets: torch.T
     )
 
 
-def is_plain(position_ids: torch.Tensor) -> bool:
-    """Whether positions simply count from zero; a compiled graph must not look, and takes the general way."""
+def is_plain(position_ids: torch.Tensor, ranks: torch.Tensor | None, padding: torch.Tensor | None) -> bool:
+    """Whether the positions [B or 1, T] of real tokens are their ranks [B, T]; a compiled graph must not look, and
+    takes the general way."""
     if is_tracing(position_ids):
         return False
-    return bool((position_ids == torch.arange(position_ids.shape[-1], device=position_ids.device)).all())
+    length, device = position_ids.shape[-1], position_ids.device
+    ranks = torch.arange(length, device=device) if ranks is None else ranks[:, :length].to(device)
+    is_rank = position_ids == ranks
+    return bool((is_rank if padding is None else is_rank | ~padding[:, :length].to(device)).all())
 
 
 def remember(cache: Cache | None, known_past: int | None, is_continuable: bool):
@@ -351,13 +357,11 @@ def find_documents(
 
 
 def text_lengths(ranks: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
-    """Real tokens [B, S] of the document that each slot belongs to: one more than the rank at its end."""
+    """Real tokens [B, S] of the document that each slot belongs to: one more than its highest rank."""
     if documents is None:
-        return (ranks[:, -1:] + 1).expand_as(ranks)
-    is_end = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
-    places = torch.arange(is_end.shape[1], device=is_end.device)
-    ends = torch.where(is_end, places, places.shape[0]).flip(1).cummin(1)[0].flip(1)
-    return ranks.gather(1, ends) + 1
+        return (ranks.amax(-1, keepdim=True) + 1).expand_as(ranks)
+    runs = F.pad((documents[:, 1:] != documents[:, :-1]).cumsum(-1), (1, 0))
+    return torch.zeros_like(ranks).scatter_reduce(1, runs, ranks, "amax").gather(1, runs) + 1
 
 
 def rank_tokens(padding: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
@@ -374,11 +378,18 @@ def rank_tokens(padding: torch.Tensor | None, documents: torch.Tensor | None) ->
     return ranks
 
 
-def mark_patterns(layout: Layout, config: TriptychStackConfig, global_attention_mask: torch.Tensor | None):
+def mark_patterns(
+    layout: Layout, config: TriptychStackConfig, global_attention_mask: torch.Tensor | None, cache: Cache | None
+):
     """Adds to a layout what sparse patterns ask for: global tokens, and the lengths of texts for random blocks.
 
     Global are the first `num_global_tokens` real ones of each document, and those that the caller names.
     """
+    if global_attention_mask is not None and cache is not None:
+        raise ValueError(
+            "`global_attention_mask` is given, but a cache cannot keep the tokens that it names; pass "
+            "`use_cache=False`, or choose `num_global_tokens`."
+        )
     if config.num_random_blocks and layout.ranks is not None:
         layout.lengths = text_lengths(layout.ranks, layout.documents)
     num_global_tokens = config.num_global_tokens
@@ -708,6 +719,8 @@ def check_custom(
             f"[{batch_size} or 1, {config.num_attention_heads} or 1, {length}, {key_length}]."
         )
     mask, lowest = mask.to(layout.query_slots.device), torch.finfo(dtype).min
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"`attention_mask` is 4D and of {mask.dtype}, but must be boolean, or additive and of floats.")
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
     return mask.to(dtype).clamp(min=lowest)

@@ -305,6 +305,7 @@ class TriptychForConditionalGeneration(GenerativeHead):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        prefix_length: torch.LongTensor | None = None,
         seq_idx: torch.Tensor | None = None,
         decoder_seq_idx: torch.Tensor | None = None,
         pixel_values: torch.FloatTensor | None = None,
@@ -325,7 +326,8 @@ class TriptychForConditionalGeneration(GenerativeHead):
         options = take_loss_options(kwargs)
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-            may_stop = decoder_attention_mask is None and cache is None and self.config.decoder.is_causal
+            is_causal = self.config.decoder.is_causal and kwargs.get("is_causal") is not False and prefix_length is None
+            may_stop = is_causal and decoder_attention_mask is None and cache is None
             if may_stop and not self.gives_logits(options.get("output_logits")):
                 # Behind the last label nothing is asked, and nothing before it looks there.
                 decoder_attention_mask = (labels != IGNORE).flip(1).cumsum(1).flip(1) > 0
@@ -342,6 +344,7 @@ class TriptychForConditionalGeneration(GenerativeHead):
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
+            prefix_length=prefix_length,
             seq_idx=seq_idx,
             decoder_seq_idx=decoder_seq_idx,
             pixel_values=pixel_values,

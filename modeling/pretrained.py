@@ -140,6 +140,17 @@ class TriptychPreTrainedModel(PreTrainedModel):
             else:
                 init.normal_(module.weight, std=std * gain)
 
+    def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs) -> nn.Embedding:
+        """As in transformers; source and target tables follow if they are one table."""
+        config = self.config
+        has_two = config.topology == "encoder_decoder" and config.encoder.input_type == "text"
+        if has_two and not config.share_embeddings:
+            raise ValueError("`share_embeddings` is False, so source and target vocabularies cannot be resized as one.")
+        embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        for part in (config, config.encoder, config.decoder) if config.topology == "encoder_decoder" else ():
+            part.vocab_size = embeddings.num_embeddings
+        return embeddings
+
     def save_pretrained(self, save_directory, *args, with_code: bool | None = None, **kwargs):
         """Saves as transformers does, as safetensors.
 

@@ -59,6 +59,8 @@ from .senses import SENSES
 from .states import Text
 from .unpadding import Places, find_places, find_rows, has_pads, move
 
+OF_DECODERS = ("use_cache", "is_causal", "prefix_length")  # said of the one beside an encoder, which reads both ways
+
 renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
 
 
@@ -318,11 +320,13 @@ class TriptychStack(TriptychPreTrainedModel):
         own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         types = token_type_ids if self.config.type_vocab_size else None
         layout = read_layout(tokens, attention_mask, position_ids, seq_idx, prefix_length, own_cache, types)
-        mark_patterns(layout, self.config, global_attention_mask)
+        mark_patterns(layout, self.config, global_attention_mask, own_cache)
         if self.grid is not None:
             lay_on_grid(layout, grid or self.grid, is_placed=position_ids is not None)
         has_queries = perm_mask is not None or target_mapping is not None
-        is_free = cache is None and not has_queries and not is_tracing(tokens) and not self.records_layers(kwargs)
+        has_pairs = encoder_attention_mask is not None and encoder_attention_mask.ndim == 4  # of the tokens as given
+        is_free = cache is None and not has_queries and not has_pairs
+        is_free = is_free and not is_tracing(tokens) and not self.records_layers(kwargs)
         position_ids, given_layout, places, rows = layout.position_ids, layout, None, None
         if is_free and layout.custom is None and (has_pads(layout.padding) or layout.documents is not None):
             layout, places, rows = layout.unpadded(is_causal, not is_flash_attention_requested(self.config))
@@ -366,8 +370,9 @@ def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooli
     else:
         real = attention_mask[:, -hidden_states.shape[1] :].to(hidden_states.device, torch.bool)
     if pooling == "mean":
-        weights = real.to(hidden_states.dtype)[..., None]
-        return (hidden_states * weights).sum(1) / weights.sum(1).clamp(min=1)
+        # In single precision at least: half precision may not hold the sum of a long text.
+        weights = real.to(torch.promote_types(hidden_states.dtype, torch.float32))[..., None]
+        return ((hidden_states * weights).sum(1) / weights.sum(1).clamp(min=1)).to(hidden_states.dtype)
     index = real.int().argmax(-1) if pooling == "first" else (real.cumsum(-1) * real).argmax(-1)
     return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), index]
 
@@ -487,7 +492,7 @@ class TriptychEncoderModel(TriptychStack):
             perm_mask=perm_mask,
             target_mapping=target_mapping,
             grid=grid,
-            **{name: value for name, value in kwargs.items() if name not in ("use_cache", "is_causal")},
+            **{name: value for name, value in kwargs.items() if name not in OF_DECODERS},
         )
         queries = 0 if target_mapping is None else target_mapping.shape[1]
         tokens = hidden_states[:, : hidden_states.shape[1] - queries]

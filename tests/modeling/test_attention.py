@@ -363,8 +363,39 @@ def test_4d_cross_attention_mask(backend):
     assert_equal(model(ids, encoder_hidden_states=memory, encoder_attention_mask=mask).last_hidden_state, expected)
 
 
+@pytest.mark.parametrize("side", SIDES)
+@torch.no_grad()
+def test_4d_cross_attention_mask_of_padded_targets(side):
+    """Its rows are the target tokens as given, among them those whose pads leave on the way."""
+    model = tiny_model("encoder_decoder", share_embeddings=False).model.decoder
+    rows, memory = ragged_rows(6, 4), torch.randn(2, 5, 32)
+    ids, padding = pad_rows(rows, side, extra=1)
+    mask = torch.rand(2, 1, ids.shape[1], 5) < 0.5
+    mask[..., 0] = True
+    inputs = dict(encoder_hidden_states=memory, encoder_attention_mask=mask, use_cache=False)
+    actual = model(ids, attention_mask=padding, **inputs).last_hidden_state
+    for index, row in enumerate(rows):
+        real = padding[index].bool()
+        inputs = dict(encoder_hidden_states=memory[index, None], encoder_attention_mask=mask[index, None, :, real])
+        assert_equal(actual[index, real], model(row[None], **inputs).last_hidden_state[0])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Dropout, weights, half precision
+
+
+@pytest.mark.parametrize("backend", QUICK_BACKENDS)
+@pytest.mark.parametrize("changes", [{}, {"norm_type": "layernorm"}, {"sliding_window": 4}], ids=str)
+def test_mixed_precision_trains(changes, backend):
+    """Norms and angles are in single precision under autocast, but what attends is of one type, there and back."""
+    changes = {**GROUPED, "position_embedding_type": "rotary", "attention_dropout": 1e-9, **changes}  # drops nothing
+    texts, model = Ragged("decoder", "left"), tiny_model("decoder", backend, **changes).train()
+    expected = gradients(model, text_loss(model, texts))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = text_loss(model, texts)
+    actual = gradients(model, loss)
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() < 0.15 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS_SLOW_FLEX)

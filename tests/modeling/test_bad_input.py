@@ -100,6 +100,22 @@ def test_mask_of_the_wrong_shape(topology, backend, shape):
         tiny_model(topology, backend)(**inputs_of(topology, ids), attention_mask=torch.ones(shape))
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_mask_of_pairs_in_whole_numbers(topology):
+    """Ones and zeros could mean what is seen or what is added to the scores."""
+    ids = random_tokens(2, 6)
+    with refused("`attention_mask`", "torch.int64", "boolean"):
+        tiny_model(topology)(**inputs_of(topology, ids), attention_mask=ids.new_ones(2, 1, 6, 6))
+
+
+def test_global_tokens_beside_a_cache():
+    """A window's cache would forget what the caller's global tokens are, and the next call give other outputs."""
+    model, ids = tiny_model("decoder", sliding_window=4), random_tokens(2, 6)
+    model(ids, global_attention_mask=ids < 50, use_cache=False)
+    with refused("`global_attention_mask`", "`use_cache=False`"):
+        model(ids, global_attention_mask=ids < 50)
+
+
 def test_target_and_source_masks_of_the_wrong_shape():
     model, ids = tiny_model("encoder_decoder"), random_tokens(2, 6)
     with refused("attention_mask`", "[2, 5]", "[2, 6]"):

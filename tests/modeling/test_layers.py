@@ -170,6 +170,12 @@ def test_pooling_takes_real_tokens(pooling, side):
         assert_equal(actual[index], expected, tolerance=1e-6)
 
 
+def test_a_mean_is_in_reach_of_half_precision_whatever_the_sum():
+    """The sum of a text of 2,000 tokens can be more than 65,504, which float16 calls infinite."""
+    states = torch.full((1, 2000, 4), 100.0, dtype=torch.float16)
+    assert_equal(pool(states, None, "mean"), states[:, 0], tolerance=0)
+
+
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("pooling", ["first", "last", "mean"])
 @pytest.mark.parametrize("panel", ["Encoder", "Decoder"])

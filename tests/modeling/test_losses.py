@@ -102,6 +102,18 @@ def test_span_by_hand():
     assert_equal(span_loss(start_logits, end_logits, starts[:, None], ends[:, None]).double(), expected)
 
 
+@pytest.mark.parametrize("side", SIDES)
+def test_a_pad_is_no_answer(side):
+    """An answer at a pad counts as one outside the text: it would have a loss of 1e38."""
+    model = tiny_model(triptych.TriptychEncoderForQuestionAnswering)
+    ids, mask = pad_rows(ragged_rows(6, 4), side, extra=1)
+    pads = (1 - mask).argmax(-1)
+    first = model(ids[:1], attention_mask=mask[:1], start_positions=ids.new_tensor([5]), end_positions=pads[:1] * 0 + 5)
+    inside = torch.stack((ids.new_tensor(5), pads[1]))
+    output = model(ids, attention_mask=mask, start_positions=inside, end_positions=inside)
+    assert_equal(output.loss, first.loss)
+
+
 @pytest.mark.parametrize("num_items", [7, torch.tensor(7)])
 def test_span_with_a_count_by_hand(num_items):
     """Both ends divide by the texts of the whole update, whatever the number of answers in this batch."""
@@ -201,6 +213,17 @@ def test_every_head_is_here():
     """A new head joins the table above, but for those of other senses, whose inputs are no tokens."""
     public = {name for name in triptych.__all__ if "For" in name} - {f"TriptychEncoderFor{task}" for task in SENSES}
     assert {head.model_class.__name__ for head in HEADS.values()} == public
+
+
+@each_head
+@torch.no_grad()
+def test_a_tuple_begins_with_the_loss(name):
+    """As transformers has it: `return_dict=False` gives the fields in their order."""
+    head = HEADS[name]
+    model, batch = head.model(), head.collate([head.example(length) for length in (5, 3)])
+    output, fields = model(**batch), model(**batch, return_dict=False)
+    assert torch.equal(fields[0], output.loss)
+    assert len(fields) == len(output)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

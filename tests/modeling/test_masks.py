@@ -363,6 +363,22 @@ def test_generate_with_a_prefix(position, backend):
 
 
 @torch.no_grad()
+def test_a_prefix_of_the_target_may_be_longer_than_the_source():
+    """It says nothing of the source, which is read both ways: in forward, and in generate() with a cache as without."""
+    model = tiny_model("encoder_decoder", eos_token_id=None)
+    source, target, prefix = random_tokens(2, 3), random_tokens(2, 6), torch.tensor([5, 4])
+    inputs = dict(input_ids=source, decoder_input_ids=target)
+    memory = model.model.encoder(source).last_hidden_state
+    states = model.model.encoder.look_up(target)  # the one table of both
+    read = dict(inputs_embeds=states, encoder_hidden_states=memory, prefix_length=prefix)
+    expected = model.lm_head(model.model.decoder(**read).last_hidden_state)
+    assert_equal(model(**inputs, prefix_length=prefix).logits, expected)
+    settings = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, prefix_length=prefix)
+    with_cache, without = (model.generate(**inputs, **settings, use_cache=use_cache) for use_cache in (True, False))
+    assert with_cache.tolist() == without.tolist()
+
+
+@torch.no_grad()
 def test_a_split_prefix_is_refused():
     """Tokens of a prefix cannot wait for a later call, in the first call or in the next ones."""
     model, ids = tiny_model("decoder"), random_tokens(1, 8)

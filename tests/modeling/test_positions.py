@@ -7,7 +7,18 @@ import math
 
 import pytest
 import torch
-from tiny import MIXED, QUICK_BACKENDS, assert_equal, random_tokens, tiny_config, tiny_model
+from tiny import (
+    LAYERS,
+    MIXED,
+    QUICK_BACKENDS,
+    SIDES,
+    assert_equal,
+    pad_rows,
+    ragged_rows,
+    random_tokens,
+    tiny_config,
+    tiny_model,
+)
 from transformers import AutoModel, LlamaConfig, T5Config
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.glm.modeling_glm import GlmConfig, GlmRotaryEmbedding
@@ -303,6 +314,25 @@ def test_position_ids_of_the_callers_own(position, use_cache):
     expected = model(gapped, attention_mask=mask).last_hidden_state[:, positions[0]]
     actual = model(ids, position_ids=positions, use_cache=use_cache).last_hidden_state
     assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("position", ["learned", "rotary", "relative", "alibi"])
+@torch.no_grad()
+def test_pads_and_documents_leave_the_callers_own_positions(position, layers, side):
+    """Keys stand where the caller's positions say, and not where they are in the row, beside pads and packed texts."""
+    model = tiny_model(TriptychEncoderModel, position_embedding_type=position, **LAYERS[layers])
+    rows, placed = ragged_rows(6, 4), [torch.tensor([3, 5, 6, 7, 11, 12]), torch.tensor([0, 1, 4, 5])]
+    apart = zip(rows, placed, strict=True)
+    expected = torch.cat([model(row[None], position_ids=places[None]).last_hidden_state[0] for row, places in apart])
+    ids, mask = pad_rows(rows, side, extra=2)
+    places = torch.full_like(ids, 9).masked_scatter(mask.bool(), torch.cat(placed))
+    padded = model(ids, attention_mask=mask, position_ids=places).last_hidden_state
+    assert_equal(padded[mask.bool()], expected, what="padded texts")
+    packed, seq_idx = torch.cat(rows)[None], torch.tensor([[0] * 6 + [1] * 4])
+    packed = model(packed, position_ids=torch.cat(placed)[None], seq_idx=seq_idx).last_hidden_state
+    assert_equal(packed[0], expected, what="packed texts")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Shapes: N labelled tokens, E width, V vocabulary.
 import peft
 import pytest
 import torch
-from tiny import LANGUAGE_MODELS, VOCAB, assert_equal_gradients, gradients, random_tokens, tiny_model
+from tiny import LANGUAGE_MODELS, VOCAB, assert_equal, assert_equal_gradients, gradients, random_tokens, tiny_model
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,6 +134,14 @@ def test_who_asks_for_logits_gets_them(topology):
     assert model(**batch, output_logits=False).logits.shape == shape
 
 
+@pytest.mark.parametrize("inputs", [{}, {"is_causal": False}, {"prefix_length": torch.tensor([9, 9, 9])}], ids=str)
+def test_what_stands_behind_the_last_label_counts_where_it_is_seen(inputs):
+    """A decoder that reads both ways, or a prefix, sees it: the loss in training is that with all logits."""
+    model, batch = tiny_model("encoder_decoder").train(), batch_for("encoder_decoder")
+    del batch["attention_mask"]
+    assert_equal(model(**batch, **inputs).loss, model(**batch, **inputs, output_logits=True).loss)
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers how many entries the largest new tensor had."""
 
@@ -158,6 +166,21 @@ def test_no_table_of_logits_is_made(monkeypatch):
             model(ids, labels=ids, output_logits=output_logits).loss.backward()
         sizes.append(largest.entries)
     assert sizes == [4 * 50 * 2000, 2000 * 32]  # all logits; or, at most, the table of tokens
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_frozen_projection_costs_no_gradient(small_chunks, has_bias):
+    """Its gradient is not made on the way forward, and that of the states is what it was."""
+    states, weight, bias = (*leaves(torch.float32, has_bias), None)[:3]
+    labels, gradients_of_states = torch.arange(len(states)), []
+    for is_frozen in (False, True):
+        states.grad = weight.grad = None
+        weight.requires_grad_(not is_frozen)
+        loss = projected_cross_entropy(states, labels, weight, bias)
+        assert (loss.grad_fn.next_functions[0][0].saved_tensors[1] is None) == is_frozen
+        loss.backward()
+        gradients_of_states.append(states.grad)
+    assert torch.equal(*gradients_of_states)
 
 
 @pytest.mark.parametrize("topology", LANGUAGE_MODELS)

@@ -145,6 +145,19 @@ def test_tied_weights_are_tied_and_stored_once(tmp_path, topology, auto_class, c
     assert_same(outputs(model), outputs(loaded.eval()))
 
 
+@pytest.mark.parametrize("auto_class", ["AutoModel", "AutoModelForSeq2SeqLM"])
+def test_a_resized_pair_is_loaded_again(tmp_path, auto_class):
+    """Both panels follow their one table, in a head and without one; of two tables, neither can be meant."""
+    model = build("encoder_decoder", auto_class)
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    model.save_pretrained(tmp_path)
+    loaded = getattr(transformers, auto_class).from_pretrained(tmp_path).eval()
+    assert loaded.get_input_embeddings().num_embeddings == loaded.config.encoder.vocab_size == model.config.vocab_size
+    assert_same(outputs(model), outputs(loaded))
+    with pytest.raises(ValueError, match="`share_embeddings` is False"):
+        build("encoder_decoder", auto_class, share_embeddings=False).resize_token_embeddings(3)
+
+
 def run_without_package(folder: Path, *lines: str):
     environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(WITHOUT_PACKAGE), *lines]
