@@ -5,9 +5,38 @@ import numpy as np
 import pytest
 import torch
 
+from triptych.training.attention_bench import Shape, show_attention_benchmark
+from triptych.training.bench import show_benchmarks
+from triptych.training.errors import UserError
 from triptych.training.evaluation import load_model
+from triptych.training.growth_bench import show_growth_benchmark
 from triptych.training.plots import plot_cross_attention, plot_losses
 from triptych.training.run import train
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        show_benchmarks,
+        show_growth_benchmark,
+        lambda rows, *options: show_attention_benchmark(rows, Shape(True, 2, 1, 1, 1, 1), *options),
+    ],
+    ids=["bench", "growth", "attention"],
+)
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("missing/bench.png", "must be a file in a folder that can be written"),
+        ("folder.png", "must be a file in a folder that can be written"),
+        ("bench.pgn", r"must end in one of .*\.png"),
+        ("bench", r"must end in one of .*\.png"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(tmp_path, show, name, sentence):
+    (tmp_path / "folder.png").mkdir()
+    measurements = (pytest.fail("this was measured") for _ in range(1))
+    with pytest.raises(UserError, match=rf"--picture '.*{name}' {sentence}"):
+        show(measurements, tmp_path / name, True)
 
 
 @pytest.fixture
