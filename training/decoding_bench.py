@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from triptych.training.errors import BROKEN_FILES, as_user_error
+from triptych import TriptychForCausalLM
+from triptych.training.errors import BROKEN_FILES, UserError, as_user_error
 from triptych.training.reporting import follow
 
 CHUNK = 1024  # tokens of a context that are read in one forward
@@ -60,10 +61,12 @@ def load_decoder(name: str) -> PreTrainedModel:
     """Load a language model from a folder or the Hub, onto the device of this process.
 
     Raises:
-        UserError: there is no such model, or it is no decoder.
+        UserError: there is no such model, or it is no decoder of the family.
     """
     with as_user_error(f"'{name}' cannot be loaded as a decoder", *BROKEN_FILES):
         model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
+    if not isinstance(model, TriptychForCausalLM):
+        raise UserError(f"'{name}' is {type(model).__name__}, not a decoder of this family: use triptych convert first")
     return model.to(PartialState().device).eval()
 
 
