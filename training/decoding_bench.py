@@ -37,22 +37,27 @@ class Decoding:
 def run_decoding_benchmark(
     models: dict[str, PreTrainedModel], contexts: Iterable[int], seed: int = 0
 ) -> Iterator[Decoding]:
-    """Let every model read random tokens and write behind each of the `contexts`, in one text that goes on growing."""
+    """Let every model read random tokens and write behind each of the `contexts`, in one text that goes on growing.
+
+    Raises:
+        UserError: a context is longer than a model can read.
+    """
     contexts = sorted(contexts)
     for name, model in models.items():
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(model.config.vocab_size, (1, contexts[-1]), generator=generator).to(model.device)
         cache, done, reading = None, 0, 0.0
         for context in contexts:
-            while done < context - STEPS:
-                chunk = tokens[:, done : min(done + CHUNK, context - STEPS)]
-                cache, seconds = step(model, chunk, cache)
-                reading += seconds
-                done += chunk.shape[1]
-            times = []
-            for done in range(context - STEPS, context):
-                cache, seconds = step(model, tokens[:, done : done + 1], cache)
-                times.append(seconds)
+            with as_user_error(f"'{name}' cannot read {context:,} tokens"):
+                while done < context - STEPS:
+                    chunk = tokens[:, done : min(done + CHUNK, context - STEPS)]
+                    cache, seconds = step(model, chunk, cache)
+                    reading += seconds
+                    done += chunk.shape[1]
+                times = []
+                for done in range(context - STEPS, context):
+                    cache, seconds = step(model, tokens[:, done : done + 1], cache)
+                    times.append(seconds)
             done = context
             yield Decoding(name, context, reading, statistics.median(times), cache_size(cache))
 

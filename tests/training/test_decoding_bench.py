@@ -75,3 +75,10 @@ def test_a_decoder_of_another_library_is_refused(command, tmp_path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     code, _, err = command("bench", "decoding", "gpt2")
     assert code == 2 and "'gpt2' is GPT2LMHeadModel, not a decoder of this family: use triptych convert first" in err
+
+
+def test_a_context_beyond_a_table_of_positions_is_refused(command, tmp_path):
+    fields = FIELDS | {"position_embedding_type": "learned", "max_position_embeddings": 64}
+    TriptychForCausalLM(TriptychConfig(**fields)).save_pretrained(tmp_path / "short")
+    code, _, err = command("bench", "decoding", "short", "--max-context", "128")
+    assert code == 2 and "triptych: 'short' cannot read 128 tokens: `position_ids` has 111" in err, err
