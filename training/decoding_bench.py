@@ -86,8 +86,9 @@ def step(model: PreTrainedModel, tokens: torch.Tensor, cache: Any) -> tuple[Any,
 
 
 def cache_size(cache: Any) -> int:
-    """Bytes of keys and values, or of what stands in their place."""
-    return sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
+    """Bytes of keys and values, or of what stands in their place; layers without cross-attention keep none of it."""
+    kept = (states for layer in cache.layers for states in (layer.keys, layer.values))
+    return sum(states.nbytes for states in kept if states is not None)
 
 
 def show_decoding_benchmark(costs: Iterable[Decoding], json_lines: bool) -> None:
