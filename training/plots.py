@@ -101,8 +101,10 @@ def plot_ratios(measurements: list, picture: Path) -> None:
         own = [(place, row.ratio) for place, row in enumerate(measurements) if row.peer == peer]
         bars = axes.barh(*zip(*own, strict=True), color=color, label=f"beside {peer}")
         axes.bar_label(bars, fmt="%.2f", padding=3)
+    are_several = len({row.allocator for row in measurements}) > 1
     names = [
-        f"{row.name}: {row.task}{'' if row.dtype == 'float32' else ', ' + row.dtype} ({row.allocator})"
+        f"{row.name}: {row.task}{'' if row.dtype == 'float32' else ', ' + row.dtype}"
+        f"{f' ({row.allocator})' if are_several else ''}"
         for row in measurements
     ]
     axes.set_yticks(range(len(names)), names)
