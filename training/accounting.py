@@ -311,8 +311,9 @@ def cache_size(config: TriptychStackConfig, itemsize: int) -> Cache:
             cache.window += keys_and_values * (kept[kept_as] - 1)  # the last token of a window is the one that asks
         else:
             cache.token += keys_and_values
-    if config.add_cross_attention and config.linear_cross_attention:
-        cache.state += state * config.num_hidden_layers
-    elif config.add_cross_attention:
-        cache.source_token = keys_and_values * config.num_hidden_layers
+    reading = sum(map(config.reads_encoder, range(config.num_hidden_layers))) if config.add_cross_attention else 0
+    if config.linear_cross_attention:
+        cache.state += state * reading
+    else:
+        cache.source_token = keys_and_values * reading
     return cache

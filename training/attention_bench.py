@@ -26,7 +26,7 @@ from triptych.linear_attention import linear_attention
 from triptych.masks import Layout, self_attention_mask
 from triptych.training.measuring import device, peak_memory, run_apart, seconds_of, used_memory
 from triptych.training.memory import keep_freed_memory
-from triptych.training.plots import plot_costs
+from triptych.training.plots import check_picture, plot_costs
 from triptych.training.reporting import follow
 
 # What there is to measure: a backend of softmax attention with its layer type, or a form of linear attention.
@@ -234,6 +234,7 @@ def fit_exponents(costs: list[Cost]) -> dict[str, tuple[float, float]]:
 
 def show_attention_benchmark(costs: Iterable[Cost], shape: Shape, picture: Path, json_lines: bool) -> None:
     """Print costs as they come, then a table with exponents, and draw them; or print a JSON line each."""
+    check_picture(picture)
     done = follow(
         costs, "starting", lambda cost: f"{cost.contestant}: {cost.length:,} tokens in {cost.seconds:.2f} s", json_lines
     )

@@ -27,7 +27,7 @@ from triptych import TriptychConfig, TriptychForCausalLM, TriptychForMaskedLM, i
 from triptych.training.errors import UserError
 from triptych.training.measuring import device, peak_memory, run_apart, seconds_of
 from triptych.training.memory import keep_freed_memory
-from triptych.training.plots import plot_ratios
+from triptych.training.plots import check_picture, plot_ratios
 from triptych.training.reporting import follow
 
 Batch = dict[str, torch.Tensor]
@@ -525,6 +525,7 @@ def peak_speed(dtype: torch.dtype, size: int = 2048) -> float:
 
 def show_benchmarks(measurements: Iterable[Measurement], picture: Path, json_lines: bool) -> None:
     """Print measurements, as a table or a JSON line each as they come, and draw the ratios."""
+    check_picture(picture)
     done = follow(measurements, "warming up", lambda last: f"after {last.name}, {last.task}", json_lines)
     table = Table(
         "work", "beside", "ours", "theirs", "ratio", "tokens/s", "of peak", "memory", "differ",

@@ -68,5 +68,8 @@ def _read_changes(changes: Sequence[str]) -> dict[str, Any]:
         name, found, value = change.partition("=")
         if not found:
             raise UserError(f"'{change}' is no change: write KEY=VALUE, as in sliding_window=256")
-        fields[name] = yaml.safe_load(value)
+        try:
+            fields[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"the value of '{change}' is not YAML: {' '.join(str(error).split())}") from error
     return fields

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from triptych.training.errors import BROKEN_FILES, as_user_error
+from triptych import TriptychForCausalLM
+from triptych.training.errors import BROKEN_FILES, UserError, as_user_error
 from triptych.training.reporting import follow
 
 CHUNK = 1024  # tokens of a context that are read in one forward
@@ -36,22 +37,27 @@ class Decoding:
 def run_decoding_benchmark(
     models: dict[str, PreTrainedModel], contexts: Iterable[int], seed: int = 0
 ) -> Iterator[Decoding]:
-    """Let every model read random tokens and write behind each of the `contexts`, in one text that goes on growing."""
+    """Let every model read random tokens and write behind each of the `contexts`, in one text that goes on growing.
+
+    Raises:
+        UserError: a context is longer than a model can read.
+    """
     contexts = sorted(contexts)
     for name, model in models.items():
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(model.config.vocab_size, (1, contexts[-1]), generator=generator).to(model.device)
         cache, done, reading = None, 0, 0.0
         for context in contexts:
-            while done < context - STEPS:
-                chunk = tokens[:, done : min(done + CHUNK, context - STEPS)]
-                cache, seconds = step(model, chunk, cache)
-                reading += seconds
-                done += chunk.shape[1]
-            times = []
-            for done in range(context - STEPS, context):
-                cache, seconds = step(model, tokens[:, done : done + 1], cache)
-                times.append(seconds)
+            with as_user_error(f"'{name}' cannot read {context:,} tokens"):
+                while done < context - STEPS:
+                    chunk = tokens[:, done : min(done + CHUNK, context - STEPS)]
+                    cache, seconds = step(model, chunk, cache)
+                    reading += seconds
+                    done += chunk.shape[1]
+                times = []
+                for done in range(context - STEPS, context):
+                    cache, seconds = step(model, tokens[:, done : done + 1], cache)
+                    times.append(seconds)
             done = context
             yield Decoding(name, context, reading, statistics.median(times), cache_size(cache))
 
@@ -60,10 +66,12 @@ def load_decoder(name: str) -> PreTrainedModel:
     """Load a language model from a folder or the Hub, onto the device of this process.
 
     Raises:
-        UserError: there is no such model, or it is no decoder.
+        UserError: there is no such model, or it is no decoder of the family.
     """
     with as_user_error(f"'{name}' cannot be loaded as a decoder", *BROKEN_FILES):
         model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
+    if not isinstance(model, TriptychForCausalLM):
+        raise UserError(f"'{name}' is {type(model).__name__}, not a decoder of this family: use triptych convert first")
     return model.to(PartialState().device).eval()
 
 
@@ -78,8 +86,9 @@ def step(model: PreTrainedModel, tokens: torch.Tensor, cache: Any) -> tuple[Any,
 
 
 def cache_size(cache: Any) -> int:
-    """Bytes of keys and values, or of what stands in their place."""
-    return sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
+    """Bytes of keys and values, or of what stands in their place; layers without cross-attention keep none of it."""
+    kept = (states for layer in cache.layers for states in (layer.keys, layer.values))
+    return sum(states.nbytes for states in kept if states is not None)
 
 
 def show_decoding_benchmark(costs: Iterable[Decoding], json_lines: bool) -> None:

@@ -1,6 +1,7 @@
 """The demonstration: dates in many languages, learned, scored, loaded anew and shown."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,9 +24,11 @@ def run_demo(output: str) -> None:
     _python("triptych.training.cli", "train", "dates", f"output={output}", "overwrite=true")
     _python("triptych.training.demo", output)
     minutes, seconds = divmod(round(time.perf_counter() - started), 60)
+    # `make` calls it by a path that the shell does not search.
+    command = "triptych" if shutil.which("triptych") else sys.argv[0]
     print(
         f"Done in {minutes}:{seconds:02d}. The model, its tokenizer, metrics.jsonl, loss.png and {ATTENTION_FILE} are "
-        f'in {Path(output).resolve()}; try: triptych generate {output} "fr: 14 juillet 1989"'
+        f'in {Path(output).resolve()}; try: {command} generate {output} "fr: 14 juillet 1989"'
     )
 
 

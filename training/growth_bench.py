@@ -15,7 +15,7 @@ from rich.table import Table
 from triptych import TriptychConfig, TriptychForCausalLM
 from triptych.training.measuring import device, run_apart, seconds_of, training_step
 from triptych.training.memory import keep_freed_memory
-from triptych.training.plots import plot_growth
+from triptych.training.plots import check_picture, plot_growth
 from triptych.training.reporting import follow
 
 # What grows, from where all the others stay at.
@@ -64,6 +64,7 @@ def measure_growth(axis: str, value: int, rounds: int, threads: int) -> Growth:
 
 def show_growth_benchmark(costs: Iterable[Growth], picture: Path, json_lines: bool) -> None:
     """Print a row for each measurement, as a table or as JSON lines as they come, and draw a curve for each axis."""
+    check_picture(picture)
     done = follow(costs, "warming up", lambda last: f"after {last.axis} {last.value:,}", json_lines)
     table = Table("what grows", "to", "microseconds a token", title=f"{torch.get_num_threads()} threads")
     for cost in done:

@@ -140,7 +140,8 @@ class TrainingLoop:
                     with meter.paused():
                         self._save(meter)
                 if signals:
-                    self.log.say(f"stopped by {signals.name} after update {state.step:,}; the same command continues")
+                    done = f"stopped by {signals.name} after update {state.step:,}"
+                    self.log.say(f"{done}; {same_command(self.recipe)} continues")
                     raise SystemExit(128 + signals)
         return state
 
@@ -218,7 +219,7 @@ class TrainingLoop:
 
     def _fail(self, problem: str) -> None:
         steps = self.checkpoints.steps()
-        kept = f"; the same command then continues from update {steps[-1]}" if steps else ""
+        kept = f"; {same_command(self.recipe)} then continues from update {steps[-1]}" if steps else ""
         raise Failure(
             f"{problem}: lower learning_rate ({self.recipe.learning_rate}) "
             f"or max_grad_norm ({self.recipe.max_grad_norm}){kept}"
@@ -337,6 +338,11 @@ class StopRequest:
         elif not any(self.received):
             self.received[self.SIGNALS.index(number)] = 1
             self.time = time.monotonic()
+
+
+def same_command(recipe: Recipe) -> str:
+    """Say how a training that was stopped is continued, where `overwrite` would begin it anew."""
+    return "the same command without overwrite=true" if recipe.overwrite else "the same command"
 
 
 def count_tokens(batch: Batch) -> Tensor:

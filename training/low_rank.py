@@ -4,7 +4,7 @@ import peft
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
-from triptych.training.errors import UserError
+from triptych.training.errors import UserError, as_user_error
 from triptych.training.recipe import LowRankRecipe
 
 
@@ -12,15 +12,18 @@ def add_low_rank(model: PreTrainedModel, recipe: LowRankRecipe) -> None:
     """Put `recipe.rank` directions beside the layers that it names, in place; the rest of `model` learns no more.
 
     Raises:
-        UserError: a name that no layer has.
+        UserError: no name, one that no layer has, or one of layers that are no matrices.
     """
+    if not recipe.modules:
+        raise UserError("recipe key 'low_rank.modules' must name a layer, or low_rank.rank be 0")
     names = {name.rpartition(".")[-1] for name, _ in model.named_modules()}
     for name in recipe.modules:
         if name not in names:
             raise UserError(f"recipe key 'low_rank.modules' names '{name}', but the model has no layer of that name")
-    peft.inject_adapter_in_model(
-        peft.LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=recipe.modules), model
-    )
+    with as_user_error("recipe key 'low_rank.modules'"):
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=recipe.modules), model
+        )
 
 
 def merge_low_rank(model: PreTrainedModel) -> None:

@@ -1,5 +1,6 @@
 """Pictures of a training and of a model: the loss curve, what positions do, and where attention looks."""
 
+import os
 from itertools import cycle
 from pathlib import Path
 
@@ -9,10 +10,12 @@ matplotlib.use("Agg")  # files only: no display is needed
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.colors import PowerNorm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from triptych.training.attention_maps import AttentionMaps, read_attention
+from triptych.training.errors import UserError
 from triptych.training.position_views import PositionView
 from triptych.training.reporting import read_metrics
 
@@ -30,6 +33,15 @@ LAYER_COLORS = {
     "lstm": "#56B4E9",
     "gru": "#56B4E9",
 }
+
+
+def check_picture(picture: Path) -> None:
+    """Raise a `UserError` where nothing can be drawn into the file `picture`, before hours of measuring for it."""
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if picture.suffix.lower().removeprefix(".") not in formats:
+        raise UserError(f"--picture '{picture}' must end in one of .{', .'.join(sorted(formats))}")
+    if picture.is_dir() or not os.access(picture.parent, os.W_OK):
+        raise UserError(f"--picture '{picture}' must be a file in a folder that can be written")
 
 
 def plot_losses(metrics: Path, picture: Path, title: str) -> None:
@@ -98,8 +110,10 @@ def plot_ratios(measurements: list, picture: Path) -> None:
         own = [(place, row.ratio) for place, row in enumerate(measurements) if row.peer == peer]
         bars = axes.barh(*zip(*own, strict=True), color=color, label=f"beside {peer}")
         axes.bar_label(bars, fmt="%.2f", padding=3)
+    are_several = len({row.allocator for row in measurements}) > 1
     names = [
-        f"{row.name}: {row.task}{'' if row.dtype == 'float32' else ', ' + row.dtype} ({row.allocator})"
+        f"{row.name}: {row.task}{'' if row.dtype == 'float32' else ', ' + row.dtype}"
+        f"{f' ({row.allocator})' if are_several else ''}"
         for row in measurements
     ]
     axes.set_yticks(range(len(names)), names)

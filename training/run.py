@@ -41,7 +41,7 @@ from triptych.training.building import Parts, build_parts
 from triptych.training.checkpoints import MODEL, WEIGHTS, Checkpoints, describe
 from triptych.training.distillation import drop_projections
 from triptych.training.errors import Failure, UserError, as_user_error
-from triptych.training.loop import TrainingLoop
+from triptych.training.loop import TrainingLoop, same_command
 from triptych.training.low_rank import add_low_rank, merge_low_rank
 from triptych.training.plots import plot_losses
 from triptych.training.recipe import RECIPE_FILE, Recipe, save_recipe
@@ -354,7 +354,8 @@ def opened_folder(
                 with suppress(OSError):  # something else is in it by now
                     folder.rmdir()
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            kept = "; the last checkpoint is intact, the same command continues from it" if has_checkpoints else ""
+            intact = f"; the last checkpoint is intact, {same_command(recipe)} continues from it"
+            kept = intact if has_checkpoints else ""
             raise Failure(f"no space is left on the disk of '{output}'{kept}") from error
         raise
     finally:

@@ -8,15 +8,16 @@ Shapes: B batch, C channels, H height, W width, M mel bins, F frames.
 
 import inspect
 import json
+import struct
 import wave
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Array2D, Array3D, Array4D, Dataset
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from transformers import (
     AutoFeatureExtractor,
     AutoImageProcessor,
@@ -79,18 +80,38 @@ def read_image(source: str | list, number: int) -> Image.Image:
     """Return an image in three colours.
 
     Raises:
-        UserError: the file is no image, or the pixels are none.
+        UserError: the file is no image, or one of more than 8 bits a colour, or the pixels are none.
     """
     if isinstance(source, str):
-        path = find_file(source)
-        try:
-            return Image.open(path).convert("RGB")
-        except (UnidentifiedImageError, OSError) as error:
-            raise UserError(f"image '{path}' cannot be read: {error}") from error
+        return _open_image(find_file(source))
     try:
-        return Image.fromarray(np.array(source, np.uint8)).convert("RGB")
-    except (TypeError, ValueError, OverflowError, IndexError) as error:
+        return Image.fromarray(_exact(source, np.uint8, dimensions=(2, 3))).convert("RGB")
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"image {number} must be rows of equally many pixels from 0 to 255: {error}") from error
+
+
+def _open_image(path: Path) -> Image.Image:
+    with as_user_error(f"image '{path}' cannot be read", Image.DecompressionBombError, SyntaxError, struct.error):
+        image = Image.open(path)
+        if image.mode.startswith(("I", "F")):  # Pillow would make white of nearly all
+            raise UserError(f"image '{path}' has more than 8 bits a colour, but must have 8")
+        return image.convert("RGB")
+
+
+def _exact(source: list, kind: type[np.integer], dimensions: Sequence[int]) -> np.ndarray:
+    """Return whole numbers as `kind`.
+
+    Raises:
+        TypeError, ValueError, OverflowError: some would be others then, or they do not have one of the `dimensions`.
+    """
+    values = np.asarray(source)
+    if values.ndim not in dimensions or not values.size:
+        raise ValueError(f"it has the shape {list(values.shape)}")
+    with np.errstate(invalid="ignore"):
+        exact = values.astype(kind)
+    if not np.array_equal(exact, values):
+        raise ValueError(f"{values[exact != values].flat[0]} is none")
+    return exact
 
 
 def read_recording(source: str | list, number: int, sampling_rate: int, seconds: int) -> np.ndarray:
@@ -104,9 +125,14 @@ def read_recording(source: str | list, number: int, sampling_rate: int, seconds:
         UserError: a recording that is empty, too long, cut short, or of another kind than the model reads.
     """
     name = f"recording '{source}'" if isinstance(source, str) else f"recording {number}"
-    samples = read_wav(find_file(source), sampling_rate) if isinstance(source, str) else np.asarray(source, np.int16)
-    if not len(samples):
+    if isinstance(source, str):
+        source = read_wav(find_file(source), sampling_rate)
+    if source is not None and not len(source):
         raise UserError(f"{name} is empty, but must have at least one sample")
+    try:
+        samples = _exact(source, np.int16, dimensions=(1,))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"{name} must be samples from -32,768 to 32,767, in one row: {error}") from error
     if len(samples) > seconds * sampling_rate:
         raise UserError(
             f"{name} lasts {len(samples) / sampling_rate:.2f} s, but the processor's `chunk_length` is {seconds} s"
@@ -125,7 +151,7 @@ def read_wav(path: Path, sampling_rate: int) -> np.ndarray:
             frames = file.readframes(file.getnframes())
             found, count = (file.getnchannels(), 8 * file.getsampwidth(), file.getframerate()), file.getnframes()
     except (wave.Error, EOFError, OSError) as error:
-        raise UserError(f"recording '{path}' is no WAV file: {error or 'it ends early'}") from error
+        raise UserError(f"recording '{path}' is no WAV file: {str(error) or 'it ends early'}") from error
     for what, value, expected in zip(
         ("channels", "bits", "samples a second"), found, (1, 16, sampling_rate), strict=True
     ):

@@ -38,19 +38,36 @@ def teach_targets(examples: Dataset, teacher: str, file: Path) -> Dataset:
 
 
 def read_answers(file: Path, sources: list[str]) -> list[str]:
-    """Return the answers in `file`, to the first of `sources`; a line that was cut short is cut off."""
+    """Return the answers in `file`, to the first of `sources`; a line that was cut short is cut off.
+
+    Raises:
+        UserError: a line is no answer to its source. The file stays as it is.
+    """
     content = file.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        os.truncate(file, len(whole))
-    rows = [json.loads(line) for line in whole.decode().splitlines()]
+    *lines, rest = content.split(b"\n")
+    rows = [json.loads(line) for line in lines]
     for number, row in enumerate(rows):
-        if sources[number : number + 1] != [row["source"]]:
-            raise UserError(
-                f"recipe key 'distillation.sequences': line {number + 1} of '{file}' answers {row['source']!r}, which "
-                "is not the training data's: choose another file"
-            )
+        match row:
+            case {"source": str(source), "target": str()} if sources[number : number + 1] == [source]:
+                continue
+        raise _foreign_line(file, number)
+    if rest:
+        begins = [answer_line(source, "").encode()[:-3] for source in sources[len(rows) : len(rows) + 1]]
+        if not any(rest[: len(begin)] == begin[: len(rest)] for begin in begins):
+            raise _foreign_line(file, len(rows))
+        os.truncate(file, len(content) - len(rest))
     return [row["target"] for row in rows]
+
+
+def answer_line(source: str, target: str) -> str:
+    return json.dumps({"source": source, "target": target}, ensure_ascii=False) + "\n"
+
+
+def _foreign_line(file: Path, number: int) -> UserError:
+    return UserError(
+        f"recipe key 'distillation.sequences': line {number + 1} of '{file}' is no answer to text {number + 1} of the "
+        "training data: choose another file"
+    )
 
 
 def write_answers(file: Path, sources: list[str], teacher: str) -> list[str]:
@@ -63,7 +80,7 @@ def write_answers(file: Path, sources: list[str], teacher: str) -> list[str]:
             asked = sources[start : start + BLOCK]
             answers = generate_texts(model, tokenizer, asked)
             for source, target in zip(asked, answers, strict=True):
-                lines.write(json.dumps({"source": source, "target": target}, ensure_ascii=False) + "\n")
+                lines.write(answer_line(source, target))
             lines.flush()
             targets += answers
     return targets

@@ -135,6 +135,10 @@ def test_low_rank_begins_as_nothing_and_is_merged_exactly():
 def test_low_rank_refuses_layers_that_are_not_there():
     with pytest.raises(UserError, match=r"'low_rank.modules' names 'gate_proj', but the model has no layer"):
         add_low_rank(build_teacher(), LowRankRecipe(rank=2, modules=["gate_proj"]))
+    with pytest.raises(UserError, match=r"'low_rank.modules' must name a layer, or low_rank.rank be 0"):
+        add_low_rank(build_teacher(), LowRankRecipe(rank=2, modules=[]))
+    with pytest.raises(UserError, match=r"recipe key 'low_rank.modules': Target module LayerNorm"):
+        add_low_rank(build_teacher(), LowRankRecipe(rank=2, modules=["norm"]))
     with pytest.raises(UserError, match=r"'low_rank.rank' must be at least 0, not -1"):
         load_recipe("dates", [*TINY, "low_rank.rank=-1"])
 

@@ -299,7 +299,8 @@ def test_overwriting_an_unfinished_run_begins_anew(unfinished, capsys):
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 1]
 
 
-def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_to_go_on_from(unfinished, monkeypatch):
+@pytest.mark.parametrize(("changes", "command"), [((), ""), (("overwrite=true",), " without overwrite=true")])
+def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_to_go_on_from(unfinished, monkeypatch, changes, command):
     """Where the first loss is spoilt, the message says at which update, epoch and examples."""
     folder, recipe = unfinished
     original = TrainingLoop._require_finite
@@ -310,10 +311,10 @@ def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_to_go_on_from(unfi
     )
     words = (
         r"^the loss of update 9 is nan \(epoch 2, batches 4 to 4, examples (\d+, ){8}\.\.\.\): lower learning_rate "
-        r"\(0.003\) or max_grad_norm \(1.0\); the same command then continues from update 8$"
+        rf"\(0.003\) or max_grad_norm \(1.0\); the same command{command} then continues from update 8$"
     )
     with pytest.raises(UserError, match=words):
-        train(recipe("validate_every=8"))
+        train(recipe("validate_every=8", *changes))
     assert steps_of(folder)[-1] == 8
     monkeypatch.undo()
     monkeypatch.chdir(folder.parent)

@@ -66,6 +66,7 @@ def test_a_head_and_its_labels(command, tmp_path):
         (["llama", "ours", "--to", "lama"], "The architecture 'lama' is not supported; supported are albert, "),
         (["llama", "ours", "hidden_size=8"], "`hidden_size` cannot be changed"),
         (["llama", "ours", "window"], "'window' is no change: write KEY=VALUE"),
+        (["llama", "ours", "layer_types=[1"], "the value of 'layer_types=[1' is not YAML: while parsing"),
     ],
 )
 def test_bad_input_writes_nothing(command, llama, tmp_path, arguments, sentence):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from triptych import TriptychConfig, TriptychForCausalLM, TriptychForMaskedLM
 from triptych.training.decoding_bench import STEPS, run_decoding_benchmark
@@ -66,3 +67,18 @@ def test_what_is_no_decoder_is_refused(command, tmp_path):
     for name in ("encoder", "nowhere"):
         code, _, err = command("bench", "decoding", name)
         assert code == 2 and err.startswith(f"triptych: '{name}' cannot be loaded as a decoder"), err
+
+
+def test_a_decoder_of_another_library_is_refused(command, tmp_path):
+    """It would ignore the family's cache, and its tokens would seem to cost nothing."""
+    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    code, _, err = command("bench", "decoding", "gpt2")
+    assert code == 2 and "'gpt2' is GPT2LMHeadModel, not a decoder of this family: use triptych convert first" in err
+
+
+def test_a_context_beyond_a_table_of_positions_is_refused(command, tmp_path):
+    fields = FIELDS | {"position_embedding_type": "learned", "max_position_embeddings": 64}
+    TriptychForCausalLM(TriptychConfig(**fields)).save_pretrained(tmp_path / "short")
+    code, _, err = command("bench", "decoding", "short", "--max-context", "128")
+    assert code == 2 and "triptych: 'short' cannot read 128 tokens: `position_ids` has 111" in err, err

@@ -18,6 +18,16 @@ def test_show_scores_and_draws_a_saved_model(tiny_recipe, capsys):
     assert (run.folder / demo.ATTENTION_FILE).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("found", "command"), [("/bin/triptych", "triptych"), (None, ".venv/bin/triptych")])
+def test_the_command_to_try_next_can_be_copied(monkeypatch, capsys, found, command):
+    """`make demo` puts the command where the shell does not look for it."""
+    monkeypatch.setattr(demo, "_python", lambda *arguments: None)
+    monkeypatch.setattr(demo.shutil, "which", lambda name: found)
+    monkeypatch.setattr(sys, "argv", [".venv/bin/triptych", "demo"])
+    demo.run_demo("runs/demo")
+    assert f'try: {command} generate runs/demo "fr: 14 juillet 1989"' in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_demo_learns_dates(tmp_path):
     result = subprocess.run(

@@ -20,6 +20,7 @@ from triptych.training.errors import UserError
 from triptych.training.evaluation import generate_texts, load_model
 from triptych.training.recipe import load_recipe
 from triptych.training.run import train
+from triptych.training.sequence_distillation import answer_line, read_answers
 
 PAIR = ("seq2seq", "encoder_decoder")
 WEIGHTS = [f"distillation.{name}.weight=1" for name in ("outputs", "hidden_states", "attentions", "relations")]
@@ -121,13 +122,45 @@ def test_targets_are_what_the_teacher_writes(recipe_with, teacher, tmp_path, mon
     assert asked == [1]
 
     file.write_text(json.dumps({"source": "another", "target": "b"}) + "\n")
-    with pytest.raises(
-        UserError, match=r"line 1 of '.*beams.jsonl' answers 'another', which is not the training data's"
-    ):
+    with pytest.raises(UserError, match=r"line 1 of '.*beams.jsonl' is no answer to text 1 of the training data"):
         build_parts(recipe, processes=1)
     file.write_text("no JSON\n")
     with pytest.raises(UserError, match=r"'distillation.sequences': '.*beams.jsonl'"):
         build_parts(recipe, processes=1)
+
+
+ANSWER = '{"source": "a", "target": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "3\n",
+        '["a"]\n',
+        '{"source": "a"}\n',
+        '{"source": "a", "target": 3}\n',
+        "notes",
+        '{"a": 1}',
+        ANSWER * 2,
+        ANSWER + "{",
+    ],
+)
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path, content):
+    """It used to lose what stands behind its last line break, before anyone looked whether it holds answers."""
+    file = tmp_path / "notes.txt"
+    file.write_text(content)
+    with pytest.raises(UserError, match=r"line \d of '.*notes.txt' is no answer to text \d of the training data"):
+        read_answers(file, ["a"])
+    assert file.read_text() == content
+
+
+def test_separators_of_lines_within_a_text_do_not_end_an_answer(tmp_path):
+    sources = ["one\u2028two", "three\x85four"]
+    file = tmp_path / "beams.jsonl"
+    lines = "".join(answer_line(source, source[::-1]) for source in sources)
+    file.write_text(lines + lines[:7], newline="")
+    assert read_answers(file, [*sources, "five"]) == [source[::-1] for source in sources]
+    assert file.read_text() == lines
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,9 @@ def test_the_cache_is_as_large_as_it_gets(changes):
     assert counted.token * LENGTH + counted.window + counted.state == cache_size(cache)
 
 
-def test_the_cache_of_a_source():
-    model = tiny_model("encoder_decoder", num_key_value_heads=2)
+@pytest.mark.parametrize("decoder", [{}, {"cross_attention_layers": [1]}])
+def test_the_cache_of_a_source(decoder):
+    model = tiny_model("encoder_decoder", num_key_value_heads=2, decoder=decoder)
     with torch.no_grad():
         cache = model(**batch_of("encoder_decoder")).cache
     assert account(model, LENGTH).cache.source_token * LENGTH == cache_size(cache.cross_attention_cache)

@@ -1,13 +1,43 @@
 import json
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
 
+from triptych.training.attention_bench import Shape, show_attention_benchmark
+from triptych.training.bench import show_benchmarks
+from triptych.training.errors import UserError
 from triptych.training.evaluation import load_model
-from triptych.training.plots import plot_cross_attention, plot_losses
+from triptych.training.growth_bench import show_growth_benchmark
+from triptych.training.plots import plot_cross_attention, plot_losses, plot_ratios
 from triptych.training.run import train
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        show_benchmarks,
+        show_growth_benchmark,
+        lambda rows, *options: show_attention_benchmark(rows, Shape(True, 2, 1, 1, 1, 1), *options),
+    ],
+    ids=["bench", "growth", "attention"],
+)
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("missing/bench.png", "must be a file in a folder that can be written"),
+        ("folder.png", "must be a file in a folder that can be written"),
+        ("bench.pgn", r"must end in one of .*\.png"),
+        ("bench", r"must end in one of .*\.png"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(tmp_path, show, name, sentence):
+    (tmp_path / "folder.png").mkdir()
+    measurements = (pytest.fail("this was measured") for _ in range(1))
+    with pytest.raises(UserError, match=rf"--picture '.*{name}' {sentence}"):
+        show(measurements, tmp_path / name, True)
 
 
 @pytest.fixture
@@ -29,6 +59,17 @@ def test_the_loss_curve_shows_both_losses(tmp_path, drawn):
     assert axes.get_title() == "mine: loss"
     assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 4], [2, 2]], [[2, 3]]]
     assert plt.imread(tmp_path / "loss.png").shape[2] in (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("allocators", "shown"), [(["tuned"], [""]), (["tuned", "default"], [" (tuned)", " (default)"])]
+)
+def test_allocators_are_named_where_there_are_several(tmp_path, drawn, allocators, shown):
+    row = dict(name="BERT", task="forward", peer="transformers", dtype="bfloat16", ratio=2.0)
+    rows = [SimpleNamespace(**row, allocator=allocator) for allocator in allocators]
+    plot_ratios(rows, tmp_path / "bench.png")
+    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert labels == [f"BERT: forward, bfloat16{name}" for name in shown]
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,20 @@ def test_bad_images_and_recordings(tmp_path):
     (tmp_path / "text.png").write_text("no image")
     with pytest.raises(UserError, match=r"image '.*text\.png' cannot be read"):
         read_image(str(tmp_path / "text.png"), 1)
-    for pixels in ([[1, 2], [3]], [[300]], [["a"]]):
+    for pixels in ([[1, 2], [3]], [[300]], [["a"]], [["1"]], [[0.5]], [1, 2], [], [[]], [[None]], None, [[10**30]]):
         with pytest.raises(UserError, match="image 2 must be rows of equally many pixels from 0 to 255"):
             read_image(pixels, 2)
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "bomb.png")
+    with pytest.raises(UserError, match=r"image '.*bomb\.png' cannot be read: DecompressionBombError"):
+        read_image(str(tmp_path / "bomb.png"), 1)
+    Image.fromarray(np.full((2, 2), 300, np.uint16)).save(tmp_path / "deep.png")
+    with pytest.raises(UserError, match=r"image '.*deep\.png' has more than 8 bits a colour, but must have 8"):
+        read_image(str(tmp_path / "deep.png"), 1)
     with pytest.raises(UserError, match="recording 3 is empty, but must have at least one sample"):
         recording_of([])
+    for samples in ([40_000], [0.5, -0.5], [[1, 2], [3, 4]], [[1], [2, 3]], ["a"], [float("nan")], None):
+        with pytest.raises(UserError, match="recording 3 must be samples from -32,768 to 32,767, in one row"):
+            recording_of(samples)
     with pytest.raises(UserError, match=r"recording 3 lasts 1\.25 s, but the processor's `chunk_length` is 1 s"):
         recording_of([0] * 10_000)
     write_wav(tmp_path / "empty.wav", b"")
@@ -79,13 +88,15 @@ def test_bad_images_and_recordings(tmp_path):
     write_wav(tmp_path / "fast.wav", bytes(8), rate=16000)
     write_wav(tmp_path / "whole.wav", bytes(200))
     (tmp_path / "cut.wav").write_bytes((tmp_path / "whole.wav").read_bytes()[:-100])
+    (tmp_path / "short.wav").write_bytes((tmp_path / "whole.wav").read_bytes()[:20])
     (tmp_path / "text.wav").write_text("no recording at all")
     for name, sentence in (
         ("empty", "is empty"),
         ("two", "has 2 channels, but must have 1"),
         ("fast", "has 16000 samples a second, but must have 8000"),
         ("cut", "is cut short: it has 50 samples of 100"),
-        ("text", "is no WAV file"),
+        ("text", "is no WAV file: file does not start with RIFF id"),
+        ("short", "is no WAV file: it ends early"),
     ):
         with pytest.raises(UserError, match=rf"recording '.*{name}\.wav' {sentence}"):
             recording_of(str(tmp_path / f"{name}.wav"))
