@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.integrations.flex_attention import flex_attention_forward as transformers_flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as transformers_sdpa_attention
 from transformers.modeling_utils import AttentionInterface
-from transformers.utils.import_utils import is_torchdynamo_compiling, is_tracing
+from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from .blockwise import blockwise_attention
 from .configuration_triptych import TriptychStackConfig
@@ -22,6 +22,7 @@ from .dropout import apply_dropout
 from .norms import build_norm
 from .positions import apply_rotary
 from .projections import TriptychLinear
+from .tracing import is_tracing
 from .unpadding import Places, lay
 
 
