@@ -18,11 +18,11 @@ from transformers.modeling_outputs import (
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import is_flash_attention_requested
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import TriptychAttention
 from .banded import Band
+from .caches import dynamic_cache
 from .configuration_triptych import (
     TriptychDecoderConfig,
     TriptychEncoderConfig,
@@ -57,6 +57,7 @@ from .pretrained import TriptychPreTrainedModel
 from .projections import TriptychLinear
 from .senses import SENSES
 from .states import Text
+from .tracing import is_tracing
 from .unpadding import Places, find_places, find_rows, has_pads, move
 
 renamed_cache = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -549,7 +550,7 @@ class TriptychDecoderModel(TriptychStack):
             )
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and cache is None and not self.training:
-            cache = DynamicCache(config=self.config)
+            cache = dynamic_cache(self.config)
             if needs_encoder:  # whatever the layer types, cross-attention sees the whole encoder
                 cache = EncoderDecoderCache(cache, DynamicCache())
         hidden_states = self.read(
