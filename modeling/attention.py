@@ -17,6 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from .blockwise import blockwise_attention
+from .caches import update
 from .configuration_triptych import TriptychStackConfig
 from .dropout import apply_dropout
 from .norms import build_norm
@@ -187,7 +188,7 @@ class TriptychAttention(nn.Module):
         else:
             key, value = self.key_value(hidden_states, position_embeddings, rows)
             if cache is not None:
-                key, value = cache.update(key, value, layer_idx, kwargs=kwargs)
+                key, value = update(cache, key, value, layer_idx, **kwargs)
 
         is_causal = self.is_causal if is_causal is None else is_causal
         output, weights = self.attend(

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 
-from .caches import give_room
+from .caches import reorder
 from .configuration_triptych import LARGEST, TriptychConfig, TriptychStackConfig
 from .dropout import TriptychDropout
 from .layers import activation
@@ -281,13 +281,10 @@ class GenerativeHead(LanguageModelHead, GenerationMixin):
             inputs["past_key_values"] = inputs.pop("cache")
         return inputs
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        """A cache of transformers' choice, with room for the tokens that come."""
-        is_given = model_kwargs.get("cache") is not None
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        cache = model_kwargs.get("cache")
-        if cache is not None and not is_given:
-            give_room(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache)
+    def _reorder_cache(self, cache: Cache, beam_idx: torch.LongTensor) -> Cache:
+        """Beams move among those of their own source, which all have its keys and values."""
+        reorder(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache, beam_idx)
+        return cache
 
     def create_masks_for_generate(self, attention_mask: torch.Tensor | None, cache: Cache, **kwargs):
         """With a static cache, masks are still composed by the forward, from a 2D mask of one fixed length."""

@@ -377,11 +377,6 @@ class TriptychForConditionalGeneration(GenerativeHead):
             return None
         return super()._prepare_attention_mask_for_generation(inputs_tensor, *args)
 
-    def _reorder_cache(self, cache: Cache, beam_idx: torch.LongTensor) -> Cache:
-        """Beams move among those of their own source, which all have its keys and values."""
-        (cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).reorder_cache(beam_idx)
-        return cache
-
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
         """transformers would give cross-attention the decoder's windows; it always sees the whole encoder."""
         is_given = model_kwargs.get("cache") is not None

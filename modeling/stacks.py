@@ -22,7 +22,6 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import TriptychAttention
 from .banded import Band
-from .caches import dynamic_cache
 from .configuration_triptych import (
     TriptychDecoderConfig,
     TriptychEncoderConfig,
@@ -550,7 +549,7 @@ class TriptychDecoderModel(TriptychStack):
             )
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and cache is None and not self.training:
-            cache = dynamic_cache(self.config)
+            cache = DynamicCache(config=self.config)
             if needs_encoder:  # whatever the layer types, cross-attention sees the whole encoder
                 cache = EncoderDecoderCache(cache, DynamicCache())
         hidden_states = self.read(

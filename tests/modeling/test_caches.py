@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 from tiny import tiny_model
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from triptych import import_model
-from triptych.caches import ROOM, TriptychGrowingLayer
+from triptych.caches import ROOM, reorder, update
 
 SIZES = dict(vocab_size=97, decoder_start_token_id=1, pad_token_id=0, eos_token_id=2)
 PAIRS = {
@@ -31,24 +31,30 @@ def states(length, rows=3):
     return torch.randn(rows, length, 2, 4).transpose(1, 2)
 
 
-def step(layer, what, inputs):
-    """Does one thing to a layer, and gives what it then holds; `inputs` are what it may be given."""
+def new_cache():
+    """A cache of one layer."""
+    return DynamicCache(config=transformers.LlamaConfig(num_hidden_layers=1))
+
+
+def step(cache, what, inputs, is_ours):
+    """Does one thing to a cache, our way or transformers', and gives what it then holds."""
     if what in ("token", "tokens"):
-        layer.update(*inputs[what])
+        update(cache, *inputs[what], 0) if is_ours else cache.update(*inputs[what], 0)
     elif what == "crop":
-        layer.crop(-2)
+        cache.crop(-2)
     elif what == "beams":
-        layer.reorder_cache(torch.tensor([2, 0, 0]))
+        beams = torch.tensor([2, 0, 0])
+        reorder(cache, beams) if is_ours else cache.reorder_cache(beams)
     elif what == "rows":
-        layer.batch_select_indices(torch.tensor([0, 2]))
-        layer.batch_repeat_interleave(2)
-        layer.batch_select_indices(torch.tensor([0, 1, 3]))
+        cache.batch_select_indices(torch.tensor([0, 2]))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 1, 3]))
     elif what == "offload":
-        layer.offload()
-        layer.prefetch()
+        cache.layers[0].offload()
+        cache.layers[0].prefetch()
     elif what == "reset":
-        layer.reset()
-    return layer.keys, layer.values
+        cache.reset()
+    return cache.layers[0].keys, cache.layers[0].values
 
 
 ORDERS = {
@@ -62,39 +68,42 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_layer_holds_what_that_of_transformers_does(order, mode):
-    layers = TriptychGrowingLayer(), DynamicLayer()
+def test_cache_holds_what_that_of_transformers_does(order, mode):
+    ours, theirs = new_cache(), new_cache()
     with mode():
         for what in order:
             inputs = {"token": (states(1), states(1)), "tokens": (states(5), states(5))}
-            ours, theirs = (step(layer, what, inputs) for layer in layers)
-            assert layers[0].get_seq_length() == layers[1].get_seq_length()
-            for mine, other in zip(ours, theirs, strict=True):
+            held = zip(step(ours, what, inputs, True), step(theirs, what, inputs, False), strict=True)
+            assert ours.get_seq_length() == theirs.get_seq_length()
+            for mine, other in held:
                 assert (mine is None and other is None) or torch.equal(mine, other)
+    assert type(ours.layers[0]) is DynamicLayer and vars(ours.layers[0]).keys() == vars(theirs.layers[0]).keys()
 
 
 def test_a_token_is_written_behind_the_others():
     """Nothing is copied while there is room, nor for the token after a change of beams."""
-    layer = TriptychGrowingLayer()
+    cache = new_cache()
     with torch.no_grad():
-        layer.update(states(5), states(5))
-        places = {layer.update(states(1), states(1))[0].data_ptr() for _ in range(ROOM)}
+        update(cache, states(5), states(5), 0)
+        update(cache, states(1), states(1), 0)
+        places = {update(cache, states(1), states(1), 0)[0].data_ptr() for _ in range(ROOM)}
         assert len(places) == 1
-        layer.reorder_cache(torch.tensor([1, 0, 2]))
-        place = layer.keys.data_ptr()
-        assert layer.update(states(1), states(1))[0].data_ptr() == place
+        reorder(cache, torch.tensor([1, 0, 2]))
+        place = cache.layers[0].keys.data_ptr()
+        assert update(cache, states(1), states(1), 0)[0].data_ptr() == place
 
 
 def test_caches_do_not_write_on_each_other():
     """Of a cache that is copied, or whose tensors are put into another, each goes on by itself."""
-    first, given = TriptychGrowingLayer(), TriptychGrowingLayer()
+    first, given = new_cache(), new_cache()
     with torch.no_grad():
-        first.update(states(5), states(5))
+        update(first, states(4), states(4), 0)
+        update(first, states(1), states(1), 0)
         second = copy.deepcopy(first)
-        given.lazy_initialization(first.keys, first.values)
-        given.keys, given.values = first.keys, first.values
+        given.layers[0].lazy_initialization(*(first.layers[0].keys,) * 2)
+        given.layers[0].keys, given.layers[0].values = first.layers[0].keys, first.layers[0].values
         tokens = [states(1) for _ in range(3)]
-        kept = [layer.update(token, token)[0] for layer, token in zip((first, second, given), tokens, strict=True)]
+        kept = [update(cache, token, token, 0)[0] for cache, token in zip((first, second, given), tokens, strict=True)]
     for keys, token in zip(kept, tokens, strict=True):
         assert torch.equal(keys[:, :, 5:], token)
 
