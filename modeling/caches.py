@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from .tracing import is_tracing
 
 ROOM = 64  # tokens: of a text that is written, only each 64th copies those before it
+FEWEST_ENTRIES = 2**15  # of keys: fewer are copied as quickly as they are written behind
 
 # What the keys and the values of a layer are the beginning of. No attribute, as exported graphs take those for inputs.
 TABLES: WeakKeyDictionary[DynamicLayer, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
@@ -24,8 +25,8 @@ def update(
     cache: Cache, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cache.update`, in place where it can be: all keys and values [B, K, S + T, d], new ones [B, K, T, d] last."""
-    layer = growing_layer(cache, layer_idx)
-    if layer is None or is_tracing(keys):
+    layer = None if is_tracing(keys) else growing_layer(cache, layer_idx)
+    if layer is None:
         return cache.update(keys, values, layer_idx, kwargs=kwargs)
     key_table, value_table = TABLES.get(layer, (None, None))
     layer.keys, key_table = extend(layer.keys, key_table, keys)
@@ -47,14 +48,16 @@ def reorder(cache: Cache, beam_idx: torch.LongTensor) -> None:
 
 
 def growing_layer(cache: Cache, layer_idx: int) -> DynamicLayer | None:
-    """The layer of a cache that may be written on: one that grows, holds tokens, and has no gradient to carry.
+    """The layer of a cache that may be written on: one that grows, holds many tokens, and has no gradient to carry.
 
     The first tokens are left to transformers, whose exporter wants them as it stores them.
     """
     if type(cache) is not DynamicCache or cache.offloading or torch.is_grad_enabled():
         return None
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    return layer if type(layer) is DynamicLayer and layer.get_seq_length() else None
+    if type(layer) is not DynamicLayer or not layer.is_initialized or layer.keys.numel() < FEWEST_ENTRIES:
+        return None
+    return layer
 
 
 def extend(states: torch.Tensor, table: torch.Tensor | None, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import transformers
 from tiny import tiny_model
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from triptych import import_model
+from triptych import caches, import_model
 from triptych.caches import ROOM, reorder, update
 
 SIZES = dict(vocab_size=97, decoder_start_token_id=1, pad_token_id=0, eos_token_id=2)
@@ -24,6 +24,12 @@ PAIRS = {
         )
     ),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    """Caches as small as these would not be written on."""
+    monkeypatch.setattr(caches, "FEWEST_ENTRIES", 1)
 
 
 def states(length, rows=3):
