@@ -14,14 +14,16 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.integrations.flex_attention import flex_attention_forward as transformers_flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as transformers_sdpa_attention
 from transformers.modeling_utils import AttentionInterface
-from transformers.utils.import_utils import is_torchdynamo_compiling, is_tracing
+from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from .blockwise import blockwise_attention
+from .caches import update
 from .configuration_triptych import TriptychStackConfig
 from .dropout import apply_dropout
 from .norms import build_norm
 from .positions import apply_rotary
 from .projections import TriptychLinear
+from .tracing import is_tracing
 from .unpadding import Places, lay
 
 
@@ -186,7 +188,7 @@ class TriptychAttention(nn.Module):
         else:
             key, value = self.key_value(hidden_states, position_embeddings, rows)
             if cache is not None:
-                key, value = cache.update(key, value, layer_idx, kwargs=kwargs)
+                key, value = update(cache, key, value, layer_idx, **kwargs)
 
         is_causal = self.is_causal if is_causal is None else is_causal
         output, weights = self.attend(

@@ -24,10 +24,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
-from transformers.utils.import_utils import is_tracing
 
 from .attention import goes_by_blocks, sdpa_attention_forward
 from .blockwise import blockwise_attention
+from .tracing import is_tracing
 
 BLOCK_SIZE = 128  # queries; measured best on a CPU, of 64, 128 and 256, for windows around 256 and heads of 64
 

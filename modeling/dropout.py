@@ -9,7 +9,8 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.utils.import_utils import is_tracing
+
+from .tracing import is_tracing
 
 STEPS = 2**16  # probabilities are multiples of its inverse
 

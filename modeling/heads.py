@@ -9,11 +9,11 @@ from typing import Unpack
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
-from transformers.utils.import_utils import is_tracing
 
+from .caches import reorder
 from .configuration_triptych import LARGEST, TriptychConfig, TriptychStackConfig
 from .dropout import TriptychDropout
 from .layers import activation
@@ -22,6 +22,7 @@ from .norms import build_norm
 from .pretrained import TriptychPreTrainedModel
 from .projections import TriptychLinear
 from .stacks import TriptychDecoderModel, TriptychEncoderDecoderModel, TriptychEncoderModel
+from .tracing import is_tracing
 
 BASE_MODELS = {
     "encoder": TriptychEncoderModel,
@@ -193,8 +194,12 @@ class LanguageModelHead(TriptychHead):
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states in the width of the token table [..., E]."""
-        logits = self.lm_head(hidden_states)
-        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+        scale = self.config.logit_scale
+        if scale == 1:
+            return self.lm_head(hidden_states)
+        if getattr(self.lm_head, "bias", hidden_states) is None:  # states are fewer than logits
+            return self.lm_head(hidden_states * scale)
+        return self.lm_head(hidden_states) * scale
 
     def gives_logits(self, output_logits: bool | None) -> bool:
         """Whether logits are made even where labels are given. A projection that is split, or that something was put
@@ -264,6 +269,11 @@ class GenerativeHead(LanguageModelHead, GenerationMixin):
         if "prepare_inputs_for_generation" in vars(self) and "cache" in inputs:
             inputs["past_key_values"] = inputs.pop("cache")
         return inputs
+
+    def _reorder_cache(self, cache: Cache, beam_idx: torch.LongTensor) -> Cache:
+        """Beams move among those of their own source, which all have its keys and values."""
+        reorder(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache, beam_idx)
+        return cache
 
     def create_masks_for_generate(self, attention_mask: torch.Tensor | None, cache: Cache, **kwargs):
         """With a static cache, masks are still composed by the forward, from a 2D mask of one fixed length."""

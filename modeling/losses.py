@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from transformers.utils.import_utils import is_tracing
+
+from .tracing import is_tracing
 
 IGNORE = -100
 

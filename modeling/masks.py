@@ -25,12 +25,12 @@ from transformers.masking_utils import (
     or_masks,
 )
 from transformers.utils.generic import is_flash_attention_requested
-from transformers.utils.import_utils import is_tracing
 
 from .alignment import Alignment
 from .banded import RandomBlocks, Reach
 from .configuration_triptych import STATE_TYPES, TriptychStackConfig
 from .states import Text
+from .tracing import is_tracing
 from .unpadding import Places, find_places, find_rows, move, share_rows
 
 

@@ -6,7 +6,8 @@ Shapes: M rows (tokens of all texts), I and O features in and out.
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.utils.import_utils import is_tracing
+
+from .tracing import is_tracing
 
 MOST_ROWS, FEWEST_FEATURES = 64, 512  # measured on a CPU: beyond them, the plain way is as fast
 

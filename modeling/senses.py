@@ -9,10 +9,10 @@ Shapes: B batch, C channels, F frames, H height, W width, M mel bins, N tokens, 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.utils.import_utils import is_tracing
 
 from .configuration_senses import INPUTS
 from .configuration_triptych import TriptychEncoderConfig
+from .tracing import is_tracing
 
 
 class SenseEmbedding(nn.Module):

@@ -18,7 +18,6 @@ from transformers.modeling_outputs import (
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import is_flash_attention_requested
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import TriptychAttention
@@ -57,6 +56,7 @@ from .pretrained import TriptychPreTrainedModel
 from .projections import TriptychLinear
 from .senses import SENSES
 from .states import Text
+from .tracing import is_tracing
 from .unpadding import Places, find_places, find_rows, has_pads, move
 
 OF_DECODERS = ("use_cache", "is_causal", "prefix_length")  # said of the one beside an encoder, which reads both ways
