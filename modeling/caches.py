@@ -17,8 +17,10 @@ from .tracing import is_tracing
 ROOM = 64  # tokens: of a text that is written, only each 64th copies those before it
 FEWEST_ENTRIES = 2**15  # of keys: fewer are copied as quickly as they are written behind
 
-# What the keys and the values of a layer are the beginning of. No attribute, as exported graphs take those for inputs.
-TABLES: WeakKeyDictionary[DynamicLayer, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
+# The keys and the values of a layer as they were last given, each with the table that they are the beginning of. No
+# attribute, as exported graphs take those for inputs.
+Grown = tuple[torch.Tensor, torch.Tensor]
+GROWN: WeakKeyDictionary[DynamicLayer, tuple[Grown, Grown]] = WeakKeyDictionary()
 
 
 def update(
@@ -28,11 +30,9 @@ def update(
     layer = None if is_tracing(keys) else growing_layer(cache, layer_idx)
     if layer is None:
         return cache.update(keys, values, layer_idx, kwargs=kwargs)
-    key_table, value_table = TABLES.get(layer, (None, None))
-    layer.keys, key_table = extend(layer.keys, key_table, keys)
-    layer.values, value_table = extend(layer.values, value_table, values)
-    TABLES[layer] = key_table, value_table
-    return layer.keys, layer.values
+    of_keys, of_values = GROWN.get(layer, (None, None))
+    grown = extend(layer.keys, of_keys, keys), extend(layer.values, of_values, values)
+    return keep(layer, *grown)
 
 
 def reorder(cache: Cache, beam_idx: torch.LongTensor) -> None:
@@ -41,10 +41,8 @@ def reorder(cache: Cache, beam_idx: torch.LongTensor) -> None:
         layer = growing_layer(cache, layer_idx)
         if layer is None:
             own.reorder_cache(beam_idx)
-            continue
-        layer.keys, key_table = select(layer.keys, beam_idx)
-        layer.values, value_table = select(layer.values, beam_idx)
-        TABLES[layer] = key_table, value_table
+        else:
+            keep(layer, select(layer.keys, beam_idx), select(layer.values, beam_idx))
 
 
 def growing_layer(cache: Cache, layer_idx: int) -> DynamicLayer | None:
@@ -60,25 +58,28 @@ def growing_layer(cache: Cache, layer_idx: int) -> DynamicLayer | None:
     return layer
 
 
-def extend(states: torch.Tensor, table: torch.Tensor | None, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def keep(layer: DynamicLayer, of_keys: Grown, of_values: Grown) -> tuple[torch.Tensor, torch.Tensor]:
+    """Puts keys and values into their layer, and returns them."""
+    GROWN[layer] = of_keys, of_values
+    layer.keys, layer.values = of_keys[0], of_values[0]
+    return layer.keys, layer.values
+
+
+def extend(states: torch.Tensor, grown: Grown | None, new: torch.Tensor) -> Grown:
     """`states` [B, K, S, d] with `new` [B, K, T, d] behind, and their table: the same, if it has room."""
     length = states.shape[2]
     total = length + new.shape[2]
-    if not begins(table, states) or total > table.shape[2]:
+    # If these are not the states that were given, they were cropped, moved or put there, and what is behind the
+    # beginning of the table may still be somebody's.
+    table = grown[1] if grown is not None and grown[0] is states else None
+    if table is None or total > table.shape[2] or table.is_inference() != torch.is_inference_mode_enabled():
         table = new.new_empty(*new.shape[:2], total + ROOM, new.shape[3])
         table[:, :, :length] = states
     table[:, :, length:total] = new
     return table[:, :, :total], table
 
 
-def begins(table: torch.Tensor | None, states: torch.Tensor) -> bool:
-    """Whether `states` are the beginning of `table`, which may be written on: somebody may have put others there."""
-    if table is None or table.is_inference() != torch.is_inference_mode_enabled():
-        return False
-    return table.data_ptr() == states.data_ptr() and table.stride() == states.stride() and len(table) == len(states)
-
-
-def select(states: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def select(states: torch.Tensor, index: torch.Tensor) -> Grown:
     """Rows of `states` [B, K, S, d] at `index`, and their table, with room for one token."""
     length = states.shape[2]
     table = states.new_empty(len(index), states.shape[1], length + 1, states.shape[3])

@@ -114,6 +114,18 @@ def test_caches_do_not_write_on_each_other():
         assert torch.equal(keys[:, :, 5:], token)
 
 
+def test_what_was_taken_out_of_a_cache_stays_as_it_was():
+    """A cache that is cropped and goes on writes over the tokens that somebody kept."""
+    cache = new_cache()
+    with torch.no_grad():
+        update(cache, states(4), states(4), 0)
+        kept = update(cache, states(3), states(3), 0)[0]
+        expected = kept.clone()
+        cache.crop(-3)
+        update(cache, states(1), states(1), 0)
+    assert torch.equal(kept, expected)
+
+
 @pytest.mark.parametrize("first, second", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.enable_grad)])
 def test_a_cache_goes_on_in_another_mode(first, second):
     """Tensors of inference mode must not be written on outside it, nor any that a gradient goes through."""
