@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 
 # What reading a folder raises beside ValueError and OSError, where files are broken or not what their names say.
@@ -46,11 +46,20 @@ def as_user_error(what: str, *more: type[Exception]) -> Iterator[None]:
     except UserError:
         raise
     except (ValueError, OSError, StrictDataclassError) as error:
-        cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise UserError(f"{what}: {_first_line(cause)}") from error
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        if any(isinstance(cause, HFValidationError) for cause in _causes(error)):
+            reason = "there is no such folder, and no repository can have this name"
+        raise UserError(f"{what}: {_first_line(reason)}") from error
     except more as error:
         raise UserError(f"{what}: {type(error).__name__}: {_first_line(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException | str) -> str:
     return str(error).strip().partition("\n")[0]

@@ -545,15 +545,16 @@ def _check_distillation(recipe: DistillationRecipe, model: dict[str, Any]) -> No
         _require(recipe.start_from is None or key not in model, f"model.{key}", allowed, model.get(key))
     weights = {"labels": recipe.labels} | {f"{name}.weight": getattr(recipe, name).weight for name in SIGNALS}
     for key, weight in weights.items():
-        _require(weight >= 0, f"distillation.{key}", "at least 0", weight)
+        _require(0 <= weight < math.inf, f"distillation.{key}", "at least 0 and finite", weight)
     _require(recipe.labels > 0 or recipe.signals(), "distillation.labels", "above 0 without any signal", recipe.labels)
-    outputs = recipe.outputs
-    _require(outputs.temperature > 0, "distillation.outputs.temperature", "above 0", outputs.temperature)
-    counts = {"outputs.top_k": outputs.top_k, "relations.heads": recipe.relations.heads}
+    temperature = recipe.outputs.temperature
+    _require(0 < temperature < math.inf, "distillation.outputs.temperature", "above 0 and finite", temperature)
+    counts = {"outputs.top_k": recipe.outputs.top_k, "relations.heads": recipe.relations.heads}
     for key, count in counts.items():
         _require(count is None or count > 0, f"distillation.{key}", "at least 1", count)
     kinds = recipe.relations.kinds
     _require(len(kinds) > 0, "distillation.relations.kinds", "at least one kind", kinds)
+    _require(recipe.teacher is None or given, "distillation.teacher", "null, as nothing is asked of it", recipe.teacher)
 
 
 def _require(holds: bool, key: str, allowed: str, value: Any) -> None:

@@ -123,6 +123,8 @@ def test_parallel_files_of_unequal_length(command, pairs_recipe, tmp_path):
         (["train", "mine.yaml", "output=pairs.tsv/run"], "needs a folder, but 'pairs.tsv' is a file"),
         (["train", "mine.yaml", "output=."], "output folder '.' is not empty and holds no run: choose another"),
         (["generate", "nowhere", "text"], "model 'nowhere' cannot be loaded"),
+        (["generate", "/nowhere", "text"], "model '/nowhere' cannot be loaded: there is no such folder, and no "),
+        (["inspect", "/nowhere"], "model '/nowhere' cannot be loaded: there is no such folder, and no repository "),
         (["generate", "nowhere"], "needs texts or --input FILE"),
         (["generate", "nowhere", "--input", "none.txt"], "data file 'none.txt' does not exist"),
         (["evaluate", "nowhere"], "'nowhere' holds no recipe.yaml that names test data: give --data FILE"),

@@ -166,8 +166,10 @@ def test_separators_of_lines_within_a_text_do_not_end_an_answer(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (["distillation.outputs.weight=-1"], "'distillation.outputs.weight' must be at least 0, not -1.0"),
-        (["distillation.outputs.temperature=0"], "'distillation.outputs.temperature' must be above 0, not 0.0"),
+        (["distillation.outputs.weight=-1"], "'distillation.outputs.weight' must be at least 0 and finite, not -1.0"),
+        (["distillation.outputs.temperature=0"], "'distillation.outputs.temperature' must be above 0 and finite"),
+        (["distillation.outputs.temperature=.inf"], "'distillation.outputs.temperature' must be above 0 and finite"),
+        (["distillation.outputs.weight=.inf"], "'distillation.outputs.weight' must be at least 0 and finite, not inf"),
         (["distillation.outputs.top_k=0"], "'distillation.outputs.top_k' must be at least 1, not 0"),
         (["distillation.labels=0"], "'distillation.labels' must be above 0 without any signal, not 0.0"),
         (["distillation.relations.kinds=[key_vale]"], "must be one of query_key, query_query"),
@@ -180,6 +182,7 @@ def test_separators_of_lines_within_a_text_do_not_end_an_answer(tmp_path):
             ["model.path=a", "distillation.start_from=[0]"],
             "'model.path' must be left out, as distillation.start_from is",
         ),
+        (["distillation.teacher=runs/teacher"], "'distillation.teacher' must be null, as nothing is asked of it"),
         (["distillation.techer=a"], "did you mean 'distillation.teacher'?"),
     ],
 )
