@@ -379,7 +379,10 @@ def rank_tokens(padding: torch.Tensor | None, documents: torch.Tensor | None) ->
 
 
 def mark_patterns(
-    layout: Layout, config: TriptychStackConfig, global_attention_mask: torch.Tensor | None, cache: Cache | None
+    layout: Layout,
+    config: TriptychStackConfig,
+    global_attention_mask: torch.Tensor | None = None,
+    cache: Cache | None = None,
 ):
     """Adds to a layout what sparse patterns ask for: global tokens, and the lengths of texts for random blocks.
 

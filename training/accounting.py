@@ -183,7 +183,7 @@ def visible(config: TriptychStackConfig, layer_idx: int, length: int, queries: t
     The family's own mask functions say so. Linear attention sees what full attention does.
     """
     layout = read_layout(torch.zeros(1, length, dtype=torch.long), None, None, None, None, None)
-    mark_patterns(layout, config, None)
+    mark_patterns(layout, config)
     sees, _ = visibility(config, layout, config.layer_kind(layer_idx), is_causal(config))
     zero = torch.zeros((), dtype=torch.long)
     keys = torch.arange(length)
