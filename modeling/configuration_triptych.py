@@ -112,6 +112,18 @@ class TriptychConfig(PreTrainedConfig):
                 changes[panel] = {**preset.get(panel, {}), **changes[panel]}
         return TriptychConfig(**{**preset, **changes})
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> "TriptychConfig":
+        """As in transformers; what is changed of a pair is changed in each of its panels that has it."""
+        if config_dict.get("topology") == "encoder_decoder":
+            panels = TriptychEncoderDecoderConfig.take_panels(kwargs)
+            for name, changes in panels.items():
+                if isinstance(kwargs.get(name), dict):
+                    changes |= kwargs.pop(name)
+                panels[name] = {**(config_dict.get(name) or {}), **changes}
+            config_dict = config_dict | panels
+        return super().from_dict(config_dict, **kwargs)
+
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """The stack that reads or writes text; of the decoder, transformers makes caches."""
         config = super().get_text_config(decoder=decoder, encoder=encoder)
@@ -657,8 +669,8 @@ class TriptychEncoderDecoderConfig(TriptychConfig):
     """Two stacks: the decoder reads what the encoder wrote.
 
     Args:
-        encoder, decoder: fields of each stack. A stack field given beside them applies to both; what a stack says
-            itself wins.
+        encoder, decoder: fields of each stack. A stack field given beside them applies to each that has it; what a
+            stack says itself wins.
         share_embeddings: source and target tokens have one table (2017, section 3.4); None is True if both are texts.
         decoder_start_token_id: first decoder input; None is `bos_token_id`.
     """
@@ -673,27 +685,33 @@ class TriptychEncoderDecoderConfig(TriptychConfig):
     is_encoder_decoder: bool = True
 
     def __post_init__(self, **kwargs):
-        stack_fields = {field.name for field in fields(TriptychStackConfig)} - {
-            field.name for field in fields(PreTrainedConfig)
-        }
-        at_top = {name: kwargs.pop(name) for name in list(kwargs) if name in stack_fields}
-        at_top |= {
-            field.name: getattr(self, field.name) for field in fields(TriptychConfig) if field.name in stack_fields
-        }
-        at_top.pop("topology")
-        panels = {name: getattr(self, name) or {} for name in ("encoder", "decoder")}
-        # A configuration loaded elsewhere (remote code has its own copy of these classes) is read as its fields.
-        panels = {name: panel if isinstance(panel, dict) else panel.to_dict() for name, panel in panels.items()}
-        self.encoder = {**at_top, **panels["encoder"]}
-        width = self.encoder.get("hidden_size", TriptychStackConfig.hidden_size)
-        always = {"add_cross_attention": True, "cross_attention_hidden_size": width}
-        self.decoder = {**at_top, **panels["decoder"], **always}
+        panels = self.take_panels(kwargs)
+        shared = self.take_panels({field.name: getattr(self, field.name) for field in fields(TriptychConfig)})
+        for name in panels:
+            own = getattr(self, name) or {}
+            # A configuration loaded elsewhere (remote code has its own copy of these classes) is read as its fields.
+            panels[name] = {**shared[name], **panels[name], **(own if isinstance(own, dict) else own.to_dict())}
+        width = panels["encoder"].get("hidden_size", TriptychStackConfig.hidden_size)
+        self.encoder = panels["encoder"]
+        self.decoder = panels["decoder"] | {"add_cross_attention": True, "cross_attention_hidden_size": width}
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.bos_token_id
         super().__post_init__(**kwargs)
         self.vocab_size = self.decoder.vocab_size
         if self.share_embeddings is None:
             self.share_embeddings = self.encoder.input_type == "text"
+
+    @classmethod
+    def take_panels(cls, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Returns what of `given` are fields of each panel, and takes out what is no field of the pair itself."""
+        shared = {"topology", *(field.name for field in fields(PreTrainedConfig))}
+        panels = {}
+        for panel, spec in cls.sub_configs_defaults.items():
+            known = {field.name for field in fields(spec.config_class)} - shared
+            panels[panel] = {name: value for name, value in given.items() if name in known}
+        for name in {name for panel in panels.values() for name in panel} - {field.name for field in fields(cls)}:
+            del given[name]
+        return panels
 
     @property
     def hidden_size(self) -> int:

@@ -227,6 +227,15 @@ def test_a_panel_keeps_its_default_beside_an_odd_top(name, tmp_path):
     assert_round_trips(config, tmp_path)
 
 
+def test_a_field_of_one_panel_finds_it(tmp_path):
+    """A field that one panel has, said beside both, was kept as an attribute of the pair and changed nothing."""
+    config = tiny_config("encoder_decoder", cross_attention_score="additive", is_causal=False)
+    assert config.decoder.cross_attention_score == "additive" and not config.decoder.is_causal
+    assert tiny_config("encoder_decoder", share_embeddings=False, input_type="image").encoder.input_type == "image"
+    assert not hasattr(config, "cross_attention_score")
+    assert_round_trips(config, tmp_path)
+
+
 def test_panels_may_be_configurations(tmp_path):
     """A panel that is given whole keeps what it says, though the top says otherwise."""
     panels = dict(encoder=tiny_config("encoder"), decoder=tiny_config("decoder", num_hidden_layers=1))

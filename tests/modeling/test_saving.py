@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from tiny import SENSES, randomised, sense_inputs, tiny_config
 
@@ -143,6 +144,19 @@ def test_tied_weights_are_tied_and_stored_once(tmp_path, topology, auto_class, c
     tables = 1 if topology != "encoder_decoder" or share else 2
     assert len(stored) == tables + (not tie)
     assert_same(outputs(model), outputs(loaded.eval()))
+
+
+def test_a_pair_is_loaded_with_changes(tmp_path):
+    """Fields of the panels that are changed as a pair is loaded reached its constructor, or neither panel."""
+    build("encoder_decoder", "AutoModelForSeq2SeqLM").save_pretrained(tmp_path)
+    load = transformers.AutoModelForSeq2SeqLM.from_pretrained
+    config = load(tmp_path, hidden_dropout=0.5, pad_token_id=3, decoder={"attention_dropout": 0.25}).config
+    assert [panel.hidden_dropout for panel in (config.encoder, config.decoder)] == [0.5, 0.5]
+    assert [part.pad_token_id for part in (config, config.encoder, config.decoder)] == [3, 3, 3]
+    assert [panel.attention_dropout for panel in (config.encoder, config.decoder)] == [0, 0.25]
+    assert transformers.AutoConfig.from_pretrained(tmp_path, norm_eps=0.5).encoder.norm_eps == 0.5
+    with pytest.raises(StrictDataclassError, match="`hidden_dropout` is 2"):
+        load(tmp_path, hidden_dropout=2)
 
 
 @pytest.mark.parametrize("auto_class", ["AutoModel", "AutoModelForSeq2SeqLM"])

@@ -234,7 +234,7 @@ def test_the_command_needs_a_teacher(command, tmp_path):
 
 
 def test_the_command_trains(command, recipe_with):
-    recipe = recipe_with()
+    recipe = recipe_with(WEIGHTS[0])
     code, out, err = command("distill", recipe.output.replace("run", "mine.yaml"), *NARROW, *WEIGHTS[:1], "max_steps=1",
                              f"distillation.teacher={recipe.distillation.teacher}")  # fmt: skip
     assert code == 0, err
