@@ -116,12 +116,8 @@ class TriptychConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> "TriptychConfig":
         """As in transformers; what is changed of a pair is changed in each of its panels that has it."""
         if config_dict.get("topology") == "encoder_decoder":
-            panels = TriptychEncoderDecoderConfig.take_panels(kwargs)
-            for name, changes in panels.items():
-                if isinstance(kwargs.get(name), dict):
-                    changes |= kwargs.pop(name)
-                panels[name] = {**(config_dict.get(name) or {}), **changes}
-            config_dict = config_dict | panels
+            changes = TriptychEncoderDecoderConfig.take_panels(kwargs)
+            config_dict = config_dict | {name: (config_dict.get(name) or {}) | changes[name] for name in changes}
         return super().from_dict(config_dict, **kwargs)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
