@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from triptych import export_model, import_model
 from triptych.training.errors import BROKEN_FILES, UserError, as_user_error
+from triptych.training.recipe import read_value
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
@@ -65,11 +65,8 @@ def find_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
 def _read_changes(changes: Sequence[str]) -> dict[str, Any]:
     fields = {}
     for change in changes:
-        name, found, value = change.partition("=")
+        name, found, text = change.partition("=")
         if not found:
             raise UserError(f"'{change}' is no change: write KEY=VALUE, as in sliding_window=256")
-        try:
-            fields[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"the value of '{change}' is not YAML: {' '.join(str(error).split())}") from error
+        fields[name] = read_value(change, text)
     return fields

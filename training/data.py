@@ -25,9 +25,10 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -148,10 +149,22 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         UserError: the file cannot be read.
     """
+    with _opened(path) as file:
+        return file.read()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, plain or gzipped; what is wrong with reading it is a `UserError`."""
     try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            yield file
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"data file '{path}' cannot be read: {error}") from error
+
+
+def _not_utf8(path: Path, line: int, byte: int) -> UserError:
+    return UserError(f"data file '{path}', line {line}: byte 0x{byte:02x} is not UTF-8")
 
 
 def read_text(path: Path) -> str:
@@ -167,7 +180,7 @@ def read_text(path: Path) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise UserError(f"data file '{path}', line {line}: byte 0x{raw[error.start]:02x} is not UTF-8") from error
+        raise _not_utf8(path, line, raw[error.start]) from error
 
 
 def read_lines(path: Path) -> list[str]:
@@ -190,16 +203,13 @@ def stream_lines(path: Path) -> Iterator[str]:
     Raises:
         UserError: the file cannot be read, or is not UTF-8 (the line is named).
     """
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, raw in enumerate(file, start=1):
+    with _opened(path) as file:
+        for number, raw in enumerate(file, start=1):
+            try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                yield line.removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        byte = raw[error.start]
-        raise UserError(f"data file '{path}', line {number}: byte 0x{byte:02x} is not UTF-8") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"data file '{path}' cannot be read: {error}") from error
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, number, raw[error.start]) from error
+            yield line.removesuffix("\n").removesuffix("\r")
 
 
 def read_idx(path: Path) -> list[np.ndarray]:

@@ -393,10 +393,7 @@ def _apply_change(tree: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     if not equals:
         raise UserError(f"'{change}' is no change of a recipe: write key=value, such as max_steps=100")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"the value of '{change}' is not YAML: {' '.join(str(error).split())}") from error
+    value = read_value(change, text)
     *sections, last = key.split(".")
     for section in sections:
         if tree.get(section) is None:  # left out, or without any key
@@ -405,6 +402,18 @@ def _apply_change(tree: dict[str, Any], change: str) -> None:
         if not isinstance(tree, dict):
             raise UserError(f"recipe key '{section}' in '{change}' holds one value, not a section of keys")
     tree[last] = value
+
+
+def read_value(change: str, text: str) -> Any:
+    """Return what the `text` behind the equals sign of a change means, as YAML.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"the value of '{change}' is not YAML: {' '.join(str(error).split())}") from error
 
 
 def convert_fields(cls: type, tree: dict[str, Any], prefix: str = "", leave_out: Sequence[str] = ()) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.table import Table
 from triptych import TriptychConfig, TriptychForConditionalGeneration
 from triptych.training.measuring import device, run_apart, seconds_of, training_step
 from triptych.training.memory import keep_freed_memory
-from triptych.training.plots import plot_curves
+from triptych.training.plots import check_picture, plot_curves
 from triptych.training.reporting import follow
 
 PRESETS = {
@@ -91,6 +91,7 @@ def writing(model: TriptychForConditionalGeneration, sources: torch.Tensor) -> C
 
 def show_recurrence_benchmark(paces: Iterable[Pace], picture: Path, json_lines: bool) -> None:
     """Print a row for each model and length, as a table or as JSON lines as they come, and draw their curves."""
+    check_picture(picture)
     done = follow(paces, "warming up", lambda last: f"{last.model}: {last.length:,} tokens", json_lines)
     table = Table("tokens", "model", "parameters", "trained", "written", title="tokens a second")
     for pace in done:

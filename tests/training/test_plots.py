@@ -12,6 +12,7 @@ from triptych.training.errors import UserError
 from triptych.training.evaluation import load_model
 from triptych.training.growth_bench import show_growth_benchmark
 from triptych.training.plots import plot_cross_attention, plot_losses, plot_ratios
+from triptych.training.recurrence_bench import show_recurrence_benchmark
 from triptych.training.run import train
 
 
@@ -20,9 +21,10 @@ from triptych.training.run import train
     [
         show_benchmarks,
         show_growth_benchmark,
+        show_recurrence_benchmark,
         lambda rows, *options: show_attention_benchmark(rows, Shape(True, 2, 1, 1, 1, 1), *options),
     ],
-    ids=["bench", "growth", "attention"],
+    ids=["bench", "growth", "recurrence", "attention"],
 )
 @pytest.mark.parametrize(
     ("name", "sentence"),
