@@ -96,6 +96,9 @@ def plot_curves(curves: dict[str, Curves], picture: Path) -> None:
         for color, (label, points) in zip(cycle(SCORE_COLORS), own.items()):
             panel.plot(*zip(*points, strict=True), color=color, marker="o", linewidth=2, label=label)
         panel.set(xlabel="tokens", ylabel=what, xscale="log", yscale="log")
+        lengths = sorted({length for points in own.values() for length, _ in points})
+        panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        panel.xaxis.minorticks_off()
         panel.grid(alpha=0.3, which="both")
         panel.legend()
     figure.savefig(picture, dpi=120)
