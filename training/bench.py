@@ -28,6 +28,7 @@ from triptych.training.errors import UserError
 from triptych.training.measuring import device, peak_memory, run_apart, seconds_of
 from triptych.training.memory import keep_freed_memory
 from triptych.training.plots import check_picture, plot_ratios
+from triptych.training.precision import has_bfloat16_products
 from triptych.training.reporting import follow
 
 Batch = dict[str, torch.Tensor]
@@ -404,7 +405,9 @@ TASKS: dict[str, Callable[[nn.Module, Batch, Contest], Work]] = {
 
 
 def choose_contests(parts: list[str]) -> list[Contest]:
-    """Those whose label has one of the parts of names in it, or all, as far as their peers are installed.
+    """Those whose label has one of the parts of names in it, or all, as far as this machine and its packages go.
+
+    A peer may not be installed, and bfloat16 without products in it would take minutes a step.
 
     Raises:
         UserError: there is none.
@@ -416,7 +419,8 @@ def choose_contests(parts: list[str]) -> list[Contest]:
     ]
     if not chosen:
         raise UserError(f"--only {parts[0]!r} names nothing; there is: {'; '.join(one.label for one in CONTESTS)}")
-    return [one for one in chosen if one.peer != "x-transformers" or find_spec("x_transformers")]
+    chosen = [one for one in chosen if one.peer != "x-transformers" or find_spec("x_transformers")]
+    return [one for one in chosen if one.dtype != "bfloat16" or has_bfloat16_products()]
 
 
 def choose_allocators(name: str) -> tuple[str, ...]:

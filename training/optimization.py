@@ -9,12 +9,56 @@ from transformers import PreTrainedModel, get_scheduler
 from triptych.training.recipe import Recipe
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon, which makes singular values equal in bfloat16, doing so in float32 on a CPU.
+
+    Most CPUs have no instructions for bfloat16: there an update of a small model took longer than all the rest of its
+    step.
+    """
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Make one update of all parameters that have a gradient."""
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            for weight_MN in group["params"]:
+                if weight_MN.grad is None:
+                    continue
+                state = self.state[weight_MN]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight_MN.grad)
+                mean_MN = state["momentum_buffer"].lerp_(weight_MN.grad, 1 - momentum)
+                ahead_MN = weight_MN.grad.lerp(mean_MN, momentum)
+                step_MN = orthogonalize(ahead_MN, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                weight_MN.mul_(1 - rate * group["weight_decay"])
+                # Liu et al. 2025 (arXiv 2502.16982), section 2.2: entries as large as those of AdamW's steps.
+                weight_MN.add_(step_MN, alpha=-0.2 * rate * max(weight_MN.shape) ** 0.5)
+
+
+def orthogonalize(
+    matrix_MN: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """Return the matrix with the singular vectors of `matrix_MN` and singular values near one, [M, N].
+
+    Each of `steps` Newton-Schulz iterations puts a polynomial a s + b s^3 + c s^5 in place of every singular value s
+    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), in float32 on a CPU and in bfloat16 elsewhere.
+    """
+    a, b, c = coefficients
+    is_tall = matrix_MN.shape[0] > matrix_MN.shape[1]  # the product of a matrix with itself is taken on its short side
+    dtype = torch.float32 if matrix_MN.device.type == "cpu" else torch.bfloat16
+    x_SL = (matrix_MN.mT if is_tall else matrix_MN).to(dtype)
+    x_SL = x_SL / x_SL.norm().clamp(min=eps)  # no singular value is above one now
+    for _ in range(steps):
+        gram_SS = x_SL @ x_SL.mT
+        x_SL = torch.addmm(x_SL, torch.addmm(gram_SS, gram_SS, gram_SS, beta=b, alpha=c), x_SL, beta=a)
+    return (x_SL.mT if is_tall else x_SL).to(matrix_MN.dtype)
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the matrices of the layers and AdamW for everything else, as one optimiser.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) steps by the momentum with its singular values
-    made equal. Steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that both
-    share one learning rate and one weight decay.
+    made equal. Its steps are as large as AdamW's, so that both share one learning rate and one weight decay.
 
     The two optimisers hold nothing of their own: groups and state are lent to them for each step, so that saving,
     sharding and scheduling see one plain optimiser.
@@ -23,7 +67,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         muon, adamw: built on the parameters that each is to update.
     """
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW):
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
         self.parts = {"muon": muon, "adamw": adamw}
         groups = [group | {"part": name} for name, part in self.parts.items() for group in part.param_groups]
         super().__init__(groups, defaults={})
@@ -61,12 +105,8 @@ def build_optimizer(model: PreTrainedModel, recipe: Recipe) -> torch.optim.Optim
     adamw = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=tuple(recipe.adam_betas), eps=recipe.adam_epsilon)
     if recipe.optimizer == "adamw":
         return adamw
-    muon = torch.optim.Muon(
-        [parameter for name, parameter in parameters.items() if is_muon[name]],
-        lr=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    matrices = [parameter for name, parameter in parameters.items() if is_muon[name]]
+    muon = Muon(matrices, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     return MuonWithAdamW(muon, adamw)
 
 

@@ -298,7 +298,8 @@ class Recipe:
         label_smoothing: probability that is spread evenly over all labels.
         r_drop: weight with which two passes of a batch, each with its own dropout, are made to agree; see
             `triptych.training.consistency`.
-        mixed_precision: `bf16` or `fp16`; null takes what the launcher says, or float32.
+        mixed_precision: `bf16` or `fp16`; null takes what the launcher says, or float32. A CPU without products in
+            bfloat16 trains in float32 where this says `bf16`.
         log_every, validate_every: updates between lines of the metrics file, and between validations.
         save_every: updates between checkpoints; null saves one after each validation.
         keep_checkpoints: how many of them are kept.

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from triptych.training.errors import Failure, UserError, as_user_error
 from triptych.training.loop import TrainingLoop, same_command
 from triptych.training.low_rank import add_low_rank, merge_low_rank
 from triptych.training.plots import plot_losses
+from triptych.training.precision import has_bfloat16_products
 from triptych.training.recipe import RECIPE_FILE, Recipe, save_recipe
 from triptych.training.reporting import (
     CURVE_FILE,
@@ -115,6 +116,7 @@ def train(recipe: Recipe) -> Run:
     started = time.perf_counter()
     output = Path(recipe.output)
     check_output(output, recipe.overwrite)
+    recipe, remarks = in_known_precision(recipe)
     accelerator = build_accelerator(recipe)
     parts = build_parts(recipe, accelerator.num_processes)
     facts = describe_run(recipe, parts, accelerator)
@@ -133,13 +135,21 @@ def train(recipe: Recipe) -> Run:
         opened_folder(output, recipe, parts, facts, checkpoints, is_new=step is None),
         RunLog(output, recipe.max_steps, accelerator, facts) as log,
     ):
-        for problem in problems:
-            log.say(problem)
+        for remark in (*remarks, *problems):
+            log.say(remark)
         values, chosen = run_loop(recipe, parts, checkpoints, step, log)
     if accelerator.is_main_process:
         shutil.rmtree(checkpoints.folder)
     accelerator.end_training()
     return Run(output, values["loss"], chosen, time.perf_counter() - started)
+
+
+def in_known_precision(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Return the recipe in float32 where it asks for bfloat16 and this machine is slow in it, and what to say then."""
+    if recipe.mixed_precision != "bf16" or has_bfloat16_products():
+        return recipe, []
+    remark = "this processor has no products in bfloat16 and would be much slower in it: training in float32"
+    return replace(recipe, mixed_precision=None), [remark]
 
 
 def run_loop(

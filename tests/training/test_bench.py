@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+import triptych.training.bench as bench
 from triptych.training.bench import (
     CONTESTS,
     TASKS,
@@ -57,6 +58,12 @@ def test_contests_are_chosen_by_parts_of_their_names():
     with pytest.raises(UserError, match=r"'nothing'.*BERT-base, full: training step"):
         choose_contests(["nothing"])
     assert {one.task for one in CONTESTS} == set(TASKS)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_bfloat16_is_left_out_where_a_processor_has_no_products_in_it(is_fast, monkeypatch):
+    monkeypatch.setattr(bench, "has_bfloat16_products", lambda: is_fast)
+    assert {one.dtype for one in choose_contests(["Marian"])} == ({"float32", "bfloat16"} if is_fast else {"float32"})
 
 
 def test_the_command_prints_a_row_and_draws_it(command, tmp_path):

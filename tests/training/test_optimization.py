@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triptych import TriptychConfig, TriptychForConditionalGeneration
-from triptych.training.optimization import MuonWithAdamW, build_optimizer, build_schedule
+from triptych.training.optimization import MuonWithAdamW, build_optimizer, build_schedule, orthogonalize
 from triptych.training.recipe import Recipe
 
 MUON = Recipe(optimizer="muon", learning_rate=0.01, weight_decay=0.1)
@@ -55,8 +55,9 @@ def test_muon_takes_the_matrices_of_the_layers_only(model):
     assert all("norm" in name for name in vectors)
 
 
-def test_muon_with_adamw_is_the_two_of_them(model):
+def test_muon_with_adamw_is_the_two_of_them(model, monkeypatch):
     """Three updates with a schedule equal those of torch.optim.Muon and torch.optim.AdamW, each on its own part."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's Muon, in float32 too
     other = copy.deepcopy(model)
     recipe = Recipe(optimizer="muon", learning_rate=0.01, weight_decay=0.1, warmup_steps=2)
     optimizer = build_optimizer(model, recipe)
@@ -79,7 +80,30 @@ def test_muon_with_adamw_is_the_two_of_them(model):
         optimizer.zero_grad()
         schedule.step()
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, parameters[name]), name
+        torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (9, 30), (30, 9)])
+def test_muon_evens_singular_values_out(shape):
+    """The same singular vectors, with the values that the polynomial, iterated in double precision, makes of theirs."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    a, b, c = 3.4445, -4.7750, 2.0315
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values /= values.norm()
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    even = orthogonalize(matrix, (a, b, c), 5, 1e-7)
+    torch.testing.assert_close(even.double(), left @ values.diag() @ right, rtol=0, atol=1e-4)
+
+
+def test_muon_does_without_bfloat16_on_a_cpu(model, monkeypatch):
+    """Its products are in float32: most CPUs have none in bfloat16."""
+    backward(model)
+    used = []
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *args, **options: used.append(args[0].dtype) or addmm(*args, **options))
+    build_optimizer(model, MUON).step()
+    assert set(used) == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

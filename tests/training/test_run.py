@@ -56,6 +56,16 @@ def test_a_run_learns_and_leaves_a_folder_that_loads(tiny_recipe):
     assert model.generate(**batch).shape[0] == 8
 
 
+def test_a_cpu_without_products_in_bfloat16_trains_in_float32_and_says_so(tiny_recipe, monkeypatch, capsys):
+    recipe = tiny_recipe("max_steps=2", "validate_every=2", "mixed_precision=bf16")
+    monkeypatch.setattr(run_module, "has_bfloat16_products", lambda: True)
+    assert run_module.in_known_precision(recipe) == (recipe, [])
+    monkeypatch.setattr(run_module, "has_bfloat16_products", lambda: False)
+    run = train(recipe)
+    assert "no products in bfloat16" in capsys.readouterr().err
+    assert load_recipe(str(run.folder / "recipe.yaml")).mixed_precision is None
+
+
 def test_the_best_checkpoint_is_kept(tiny_recipe, monkeypatch):
     """The model in the folder is that of the best validation, with the loss that was measured there."""
     losses = iter([3.0, 1.0, 2.0])
