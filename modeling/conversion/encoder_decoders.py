@@ -194,7 +194,7 @@ class Sinusoids(Operation):
         return sinusoidal_embedding(positions, stack.embedding_size, "concatenated")[0]
 
 
-SINUSOIDAL_POSITIONS = [Weight(f"{stack}.embed_positions", (), Sinusoids()) for stack in STACKS]
+SINUSOIDAL_POSITIONS = [Weight(f"{stack}.embed_positions.weight", (), Sinusoids()) for stack in STACKS]
 
 
 def bart(

@@ -1,6 +1,6 @@
 """Encoders: BERT and what came after it."""
 
-from .tables import Architecture, Head, Pointwise, Row, Stacked, Weight
+from .tables import Architecture, Head, Idle, Pointwise, Row, Stacked, Weight
 
 # ---------------------------------------------------------------------------------------------------------------------
 # BERT (Devlin et al. 2019, arXiv 1810.04805)
@@ -43,11 +43,21 @@ BERT_LAYERS = [
     Weight("encoder.layer.*.attention.output.LayerNorm", "layers.*.self_attn_norm"),
     Weight("encoder.layer.*.output.LayerNorm", "layers.*.mlp_norm"),
 ]
+
+
+def projection(name: str) -> list[Weight]:
+    """To the vocabulary: the bias stands beside it while the tables are tied; else it has its own, and that is idle."""
+    return [
+        Weight(f"{name}.bias", "lm_head.bias", where=lambda ours: ours.tie_word_embeddings),
+        Weight(f"{name}.bias", (), Idle(), where=lambda ours: not ours.tie_word_embeddings),
+        Weight(f"{name}.decoder", "lm_head"),
+    ]
+
+
 BERT_PREDICTIONS = [
     Weight("cls.predictions.transform.dense", "prediction_head.dense"),
     Weight("cls.predictions.transform.LayerNorm", "prediction_head.norm"),
-    Weight("cls.predictions.bias", "lm_head.bias"),
-    Weight("cls.predictions.decoder", "lm_head"),
+    *projection("cls.predictions"),
 ]
 POOLER = Weight("pooler.dense", "pooler.dense")
 CLASSIFIER = Weight("classifier", "classifier")
@@ -92,8 +102,7 @@ BERT = Architecture(
 ROBERTA_PREDICTIONS = [
     Weight("lm_head.dense", "prediction_head.dense"),
     Weight("lm_head.layer_norm", "prediction_head.norm"),
-    Weight("lm_head.bias", "lm_head.bias"),
-    Weight("lm_head.decoder", "lm_head"),
+    *projection("lm_head"),
 ]
 OWN_POOLER = [Weight("classifier.dense", "model.pooler.dense"), Weight("classifier.out_proj", "classifier")]
 
@@ -201,8 +210,7 @@ ALBERT_LAYER = "encoder.albert_layer_groups.0.albert_layers.0"
 ALBERT_PREDICTIONS = [
     Weight("predictions.dense", "prediction_head.dense"),
     Weight("predictions.LayerNorm", "prediction_head.norm"),
-    Weight("predictions.bias", "lm_head.bias"),
-    Weight("predictions.decoder", "lm_head"),
+    *projection("predictions"),
 ]
 ALBERT = Architecture(
     "albert",

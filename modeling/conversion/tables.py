@@ -97,6 +97,16 @@ class Pointwise(Operation):
         return ours[0][..., None, None] if ours[0].ndim == 2 else ours[0]
 
 
+class Idle(Operation):
+    """A bias of the vocabulary that theirs keeps and never adds."""
+
+    def split(self, theirs, config):
+        return []
+
+    def join(self, ours, config):
+        return torch.zeros(config.vocab_size)
+
+
 def outputs(projection: str, config: TriptychStackConfig) -> int:
     """How many rows a projection of ours has."""
     return {
@@ -114,7 +124,7 @@ class Weight:
 
     Attributes:
         theirs: name of a module, whose weight and bias are meant, or of a single tensor; `*` is the number of a layer.
-        ours: the name or names here, with the same `*`; none for what the configuration alone determines.
+        ours: the name or names here, with the same `*`; none for a tensor that the configuration alone determines.
         operation: what happens on the way.
         where: whether a model of this configuration has it.
     """

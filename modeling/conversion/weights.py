@@ -46,7 +46,7 @@ def to_theirs(table: list[Weight], ours: Tensors, config: TriptychConfig) -> Ten
     Raises:
         ValueError: there is one that nothing there corresponds to.
     """
-    theirs = {f"{weight.theirs}.weight": weight.operation.join([], config) for weight in table if not weight.names}
+    theirs = {weight.theirs: weight.operation.join([], config) for weight in table if not weight.names}
     unknown = []
     for name in ours:
         entry = next(

@@ -158,11 +158,11 @@ CASES = [
 ]
 
 
-def build_source(model_type: str, variant: str, name: str) -> PreTrainedModel:
-    """A model of a class of theirs, in eval mode."""
+def build_source(model_type: str, variant: str, name: str, **changes) -> PreTrainedModel:
+    """A model of a class of theirs, in eval mode; `changes` are settings that differ from the variant's."""
     torch.manual_seed(0)
     model_class = getattr(transformers, name)
-    settings = dict(SOURCES[model_type][variant])
+    settings = SOURCES[model_type][variant] | changes
     if (model_type, variant) == ("t5", "1.1"):
         settings["tie_word_embeddings"] = False  # to T5's configuration this means unscaled logits
     if name == "ViTForMaskedImageModeling":

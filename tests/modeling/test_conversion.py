@@ -239,6 +239,27 @@ def test_every_backend(model_type, variant, name, backend):
         compare(ours(**batch), theirs(**batch), real)
 
 
+PREDICTIONS = ("ForMaskedLM", "ForPreTraining")
+MASKED = [(model_type, name) for model_type, variant, name in CASES if not variant and name.endswith(PREDICTIONS)]
+
+
+@pytest.mark.parametrize(("model_type", "name"), MASKED)
+def test_a_projection_to_the_vocabulary_of_its_own(model_type, name):
+    """BERT and its kin then have two biases of it, of which they add the projection's alone."""
+    theirs = build_source(model_type, "", name, tie_word_embeddings=False)
+    projection = theirs.get_output_embeddings()
+    assert projection.weight is not theirs.get_input_embeddings().weight
+    ours = triptych.import_model(theirs)
+    back = triptych.export_model(ours, model_type)
+    batch = batch_for(name, theirs.config)
+    with torch.no_grad():
+        for other in (theirs, back):
+            compare(ours(**batch), other(**batch), real_tokens(batch))
+    mine = own_weights(back)
+    idle = {key for key, value in own_weights(theirs).items() if not torch.equal(mine.pop(key), value)}
+    assert not mine and all(key.endswith(("predictions.bias", "lm_head.bias")) for key in idle)
+
+
 def test_pretraining_loss_is_berts_however_the_masked_tokens_lie():
     """The sum of two plain means, as Devlin et al. 2019 have it: a text without masked tokens still has a sentence."""
     theirs = build_source("bert", "", "BertForPreTraining")
