@@ -122,13 +122,15 @@ def _dimensions(parameter: torch.nn.Parameter) -> int:
 def build_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, done: int = 0) -> LambdaLR:
     """Set the learning rate of `optimizer` to its value after `done` updates and return what moves it on.
 
-    `trapezoidal` is the schedule of Zhai et al. 2022 (arXiv 2106.04560, section 3.5): constant, then linear to zero.
+    `trapezoidal` is the schedule of Zhai et al. 2022 (arXiv 2106.04560, section 3.5): constant, then linear to zero in
+    the last `cooldown_steps`, in which the rate of any other schedule falls alike.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = recipe.learning_rate
-    options = {"last_epoch": done - 1}
-    name = recipe.schedule
-    if name == "trapezoidal":
-        name = "warmup_stable_decay"
-        options |= {"num_decay_steps": recipe.cooldown_steps, "decay_type": "linear"}
-    return get_scheduler(name, optimizer, recipe.warmup_steps, recipe.max_steps, options)
+    name = "constant_with_warmup" if recipe.schedule == "trapezoidal" else recipe.schedule
+    known = get_scheduler(name, optimizer, recipe.warmup_steps, recipe.max_steps)
+
+    def share_of_peak(step: int) -> float:
+        return known.lr_lambdas[0](step) * min(1.0, (recipe.max_steps - step) / max(1, recipe.cooldown_steps))
+
+    return LambdaLR(optimizer, share_of_peak if recipe.cooldown_steps else known.lr_lambdas, done - 1)

@@ -290,8 +290,9 @@ class Recipe:
             with AdamW for everything else.
         learning_rate: the peak of its schedule.
         schedule: of the learning rate after the warm-up, `inverse_sqrt`, `cosine`, `linear`, or `trapezoidal`, which
-            stays at the peak until its last `cooldown_steps`, in which it falls to zero.
-        warmup_steps, cooldown_steps: updates in which the learning rate rises to its peak, and falls from it.
+            stays at the peak.
+        warmup_steps: first updates, in which the learning rate rises to its peak.
+        cooldown_steps: last updates, in which it falls to zero on top of its schedule.
         adam_betas, adam_epsilon: of AdamW.
         weight_decay: of matrices, not of gains and biases.
         max_grad_norm: gradients are clipped to this norm; null leaves them.
@@ -507,8 +508,8 @@ def _check_ranges(recipe: Recipe) -> None:
     _require(norm is None or norm > 0, "max_grad_norm", "above 0 or null", norm)
     dropout = recipe.tokenizer.dropout
     _require(0 <= dropout <= 1, "tokenizer.dropout", "in [0, 1]", dropout)
-    if recipe.schedule == "trapezoidal":
-        room = recipe.max_steps - recipe.warmup_steps
+    if recipe.cooldown_steps:
+        room = max(0, recipe.max_steps - recipe.warmup_steps)
         allowed = f"at most max_steps - warmup_steps, {room}"
         _require(recipe.cooldown_steps <= room, "cooldown_steps", allowed, recipe.cooldown_steps)
     _require(recipe.low_rank.rank >= 0, "low_rank.rank", "at least 0", recipe.low_rank.rank)

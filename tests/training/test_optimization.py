@@ -141,22 +141,24 @@ def test_a_closure_is_called_once_with_gradients(model):
     assert not torch.equal(before, model.model.encoder.embed_tokens.weight)
 
 
-# Ten updates at most 1.0, the first four of them warm-up: the rate of each update.
+# Ten updates at most 1.0, the first four of them warm-up, the last so many cooldown: the rate of each update.
 WARMUP = [0.0, 0.25, 0.5, 0.75, 1.0]
 SCHEDULES = {
-    "inverse_sqrt": [*WARMUP, (4 / 5) ** 0.5, (4 / 6) ** 0.5, (4 / 7) ** 0.5, (4 / 8) ** 0.5, (4 / 9) ** 0.5],
-    "linear": [*WARMUP, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6],
-    "cosine": [*WARMUP, 0.9330127, 0.75, 0.5, 0.25, 0.0669873],
-    "trapezoidal": [*WARMUP, 1.0, 1.0, 1.0, 2 / 3, 1 / 3],
+    ("inverse_sqrt", 0): [*WARMUP, (4 / 5) ** 0.5, (4 / 6) ** 0.5, (4 / 7) ** 0.5, (4 / 8) ** 0.5, (4 / 9) ** 0.5],
+    ("inverse_sqrt", 2): [*WARMUP, (4 / 5) ** 0.5, (4 / 6) ** 0.5, (4 / 7) ** 0.5, (4 / 8) ** 0.5, (4 / 9) ** 0.5 / 2],
+    ("linear", 0): [*WARMUP, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6],
+    ("cosine", 0): [*WARMUP, 0.9330127, 0.75, 0.5, 0.25, 0.0669873],
+    ("trapezoidal", 3): [*WARMUP, 1.0, 1.0, 1.0, 2 / 3, 1 / 3],
+    ("trapezoidal", 0): [*WARMUP, 1.0, 1.0, 1.0, 1.0, 1.0],
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "cooldown"), SCHEDULES)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("done", [0, 3, 8])
-def test_schedules(model, name, optimizer, done):
-    """The learning rate of every update, from the first one or from where a run goes on; at the end it is zero."""
-    options = {"learning_rate": 2.0, "max_steps": 10, "warmup_steps": 4, "cooldown_steps": 3}
+def test_schedules(model, name, cooldown, optimizer, done):
+    """The learning rate of every update, from the first one or from where a run goes on; some end at zero."""
+    options = {"learning_rate": 2.0, "max_steps": 10, "warmup_steps": 4, "cooldown_steps": cooldown}
     recipe = Recipe(schedule=name, optimizer=optimizer, **options)
     optimizer = build_optimizer(model, recipe)
     schedule = build_schedule(optimizer, recipe, done)
@@ -166,6 +168,6 @@ def test_schedules(model, name, optimizer, done):
         rates.append(rate)
         optimizer.step()
         schedule.step()
-    assert rates == pytest.approx([2.0 * rate for rate in SCHEDULES[name][done:]])
-    if name != "inverse_sqrt":
+    assert rates == pytest.approx([2.0 * rate for rate in SCHEDULES[name, cooldown][done:]])
+    if cooldown or name in ("linear", "cosine"):
         assert optimizer.param_groups[-1]["lr"] == pytest.approx(0)

@@ -108,8 +108,9 @@ def test_a_bad_change_is_refused_by_name(change, sentence):
     assert "\n" not in str(error.value)
 
 
-def test_a_trapezoid_must_fit_into_the_updates():
-    changes = ["schedule=trapezoidal", "max_steps=100", "warmup_steps=20"]
+@pytest.mark.parametrize("schedule", ["trapezoidal", "inverse_sqrt"])
+def test_warm_up_and_cooldown_must_fit_into_the_updates(schedule):
+    changes = [f"schedule={schedule}", "max_steps=100", "warmup_steps=20"]
     assert load_recipe("dates", [*changes, "cooldown_steps=80"]).cooldown_steps == 80
     with pytest.raises(UserError, match="'cooldown_steps' must be at most max_steps - warmup_steps, 80, not 81"):
         load_recipe("dates", [*changes, "cooldown_steps=81"])
