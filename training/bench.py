@@ -302,8 +302,11 @@ CONTESTS = (
                 pairs(9712, 160, 25), dtype)
         for task, dtype in (("training step", "float32"), ("training step", "bfloat16"), ("forward", "float32"))
     ),
-    Contest("Marian, 4 + 4 layers of 128, 1 text", "greedy decoding", "transformers",
-            imported(transformers.MarianMTModel, MARIAN), pairs(9712, 1, 24)),
+    *(
+        Contest("Marian, 4 + 4 layers of 128, 1 text", task, "transformers",
+                imported(transformers.MarianMTModel, MARIAN), pairs(9712, 1, 24))
+        for task in ("greedy decoding", "compiled greedy decoding")
+    ),
     Contest("BERT-base, 42 % full", "training step", "transformers", imported(transformers.BertForMaskedLM, BERT),
             masked(30522, 16, 115, 0.42)),
     Contest("BERT-base, full", "training step", "transformers", imported(transformers.BertForMaskedLM, BERT),
@@ -313,9 +316,9 @@ CONTESTS = (
     Contest("GPT-2 small, 2 texts of 512", "training step", "transformers",
             imported(transformers.GPT2LMHeadModel, GPT2), plain(50257, 2, 512)),
     *(
-        Contest(f"GPT-2 small, {texts} text{'s' * (texts > 1)}", "greedy decoding", "transformers",
+        Contest(f"GPT-2 small, {texts} text{'s' * (texts > 1)}", task, "transformers",
                 imported(transformers.GPT2LMHeadModel, GPT2), plain(50257, texts, 8))
-        for texts in (1, 16)
+        for texts, task in ((1, "greedy decoding"), (1, "compiled greedy decoding"), (16, "greedy decoding"))
     ),
     Contest("Llama, 12 layers of 768, 1 text", "greedy decoding", "transformers",
             imported(transformers.LlamaForCausalLM, LLAMA), plain(32000, 1, 8)),
@@ -378,12 +381,12 @@ def training_step(model: nn.Module, batch: Batch, contest: Contest) -> Work:
     return work
 
 
-def decoding(model: nn.Module, batch: Batch, contest: Contest, num_beams: int = 1) -> Work:
+def decoding(model: nn.Module, batch: Batch, contest: Contest, **settings) -> Work:
     prompt = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    length = dict(min_new_tokens=contest.new_tokens, max_new_tokens=contest.new_tokens)
+    settings |= dict(min_new_tokens=contest.new_tokens, max_new_tokens=contest.new_tokens, do_sample=False)
 
     def work():
-        return model.eval().generate(**prompt, **length, do_sample=False, num_beams=num_beams)[:, -contest.new_tokens :]
+        return model.eval().generate(**prompt, **settings)[:, -contest.new_tokens :]
 
     return work
 
@@ -392,11 +395,19 @@ def beam_decoding(model: nn.Module, batch: Batch, contest: Contest) -> Work:
     return decoding(model, batch, contest, num_beams=5)
 
 
+def compiled_decoding(model: nn.Module, batch: Batch, contest: Contest) -> Work:
+    """With a cache of fixed size, for which generate() compiles the step; on a GPU it becomes a graph there."""
+    compile_config = transformers.CompileConfig()
+    compile_config._compile_all_devices = True  # on a CPU generate() does not by itself
+    return decoding(model, batch, contest, cache_implementation="static", compile_config=compile_config)
+
+
 TASKS: dict[str, Callable[[nn.Module, Batch, Contest], Work]] = {
     "forward": forward,
     "training step": training_step,
     "greedy decoding": decoding,
     "decoding with 5 beams": beam_decoding,
+    "compiled greedy decoding": compiled_decoding,
 }
 
 
@@ -461,8 +472,9 @@ def hold(index: int, allocator: str, threads: int, rounds: int) -> Measurement:
         for side in (0, 1) if round_number % 2 else (1, 0):
             times[side].append(seconds_of(works[side]))
     family, peer = (side[1:] for side in times)  # the first round warmed up
+    plain = TASKS[contest.task.removeprefix("compiled ")]  # products inside a compiled step cannot be counted
     with FlopCounterMode(display=False) as counter:
-        works[0]()
+        plain(models[0], batch, contest)()
     seconds = statistics.median(family)
     return Measurement(
         name=contest.name,

@@ -23,8 +23,11 @@ SMALL = ("Marian", "torch.nn.TransformerEncoder", "x-transformers")
 
 @pytest.mark.parametrize(
     "contest",
-    [one for one in CONTESTS if one.dtype == "float32" and any(part in one.name + one.peer for part in SMALL)],
-    ids=lambda contest: contest.label,
+    [
+        pytest.param(one, id=one.label, marks=[pytest.mark.slow] * ("compiled" in one.task))
+        for one in CONTESTS
+        if one.dtype == "float32" and any(part in one.name + one.peer for part in SMALL)
+    ],
 )
 def test_both_sides_have_equal_outputs(contest):
     if contest.peer == "x-transformers" and not find_spec("x_transformers"):
@@ -53,6 +56,7 @@ def test_contests_are_chosen_by_parts_of_their_names():
     assert choose_contests([]) and {one.task for one in choose_contests(["Beams", "greedy"])} == {
         "greedy decoding",
         "decoding with 5 beams",
+        "compiled greedy decoding",
     }
     assert {one.peer for one in choose_contests(["torch.nn"])} == {"torch.nn.TransformerEncoder"}
     with pytest.raises(UserError, match=r"'nothing'.*BERT-base, full: training step"):
