@@ -34,8 +34,8 @@ from .heads import (
     classifier_dropout,
     take_loss_options,
 )
+from .layout import find_documents
 from .losses import IGNORE, at_least_float32, check_labels, cross_entropy, next_token_labels, per_item
-from .masks import find_documents
 from .pretrained import TriptychPreTrainedModel
 from .sense_heads import (
     TriptychEncoderForAudioClassification,

@@ -31,18 +31,16 @@ from .configuration_triptych import (
 )
 from .dropout import TriptychDropout
 from .layers import TriptychLayer, activation
-from .masks import (
+from .layout import (
     Layout,
-    check_encoder_padding,
-    cross_attention_mask,
     find_documents,
     lay_on_grid,
     mark_patterns,
     read_layout,
     read_targets,
-    self_attention_mask,
     two_streams,
 )
+from .masks import check_encoder_padding, cross_attention_mask, self_attention_mask
 from .norms import build_norm
 from .positions import (
     TriptychRelativeBias,

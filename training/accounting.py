@@ -30,8 +30,9 @@ from transformers import PreTrainedModel
 
 from triptych import TriptychConfig
 from triptych.configuration_triptych import RECURRENT_TYPES, TriptychStackConfig
+from triptych.layout import mark_patterns, read_layout
 from triptych.linear_attention import CHUNK_SIZE, TriptychFeatureMap
-from triptych.masks import mark_patterns, read_layout, visibility
+from triptych.masks import visibility
 
 # The first pattern that a parameter's name within its stack matches says to which part it belongs.
 PARTS = {

@@ -22,8 +22,9 @@ from transformers import AutoModel, LongformerConfig, LongformerModel, ModernBer
 
 from triptych import TriptychConfig
 from triptych.attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+from triptych.layout import Layout
 from triptych.linear_attention import linear_attention
-from triptych.masks import Layout, self_attention_mask
+from triptych.masks import self_attention_mask
 from triptych.training.measuring import device, peak_memory, run_apart, seconds_of, used_memory
 from triptych.training.memory import keep_freed_memory
 from triptych.training.plots import check_picture, plot_costs

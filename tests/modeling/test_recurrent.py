@@ -38,7 +38,8 @@ from transformers import DynamicCache
 from triptych import TriptychConfig, TriptychForCausalLM, TriptychForConditionalGeneration
 from triptych.alignment import TriptychAlignedAttention
 from triptych.layers import TriptychLayer
-from triptych.masks import Layout, align
+from triptych.layout import Layout
+from triptych.masks import align
 from triptych.recurrence import TriptychRecurrence
 from triptych.states import Text
 
