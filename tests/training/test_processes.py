@@ -1,5 +1,5 @@
-"""Every objective, and a distillation: two processes, replicated (DDP) or sharded (FSDP2), are one that accumulates two
-batches."""
+"""Every objective, Muon, and a distillation: two processes, replicated (DDP) or sharded (FSDP2), are one that
+accumulates two batches."""
 
 import functools
 import json
@@ -31,6 +31,7 @@ SETTINGS = ["model.hidden_dropout=0.0", "adam_epsilon=1e-3", "learning_rate=3e-3
 SETTINGS += ["max_tokens=160", "max_steps=5", "validate_every=5"]
 # Name to objective, topology and changes; `TEACHER` stands for the folder of a trained pair.
 CASES = {f"{name}-{topology}": (name, topology, []) for name, topology in EVERY} | {
+    "muon": ("causal_lm", "decoder", ["optimizer=muon"]),
     "distillation": (
         "seq2seq",
         "encoder_decoder",
