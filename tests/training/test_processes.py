@@ -37,7 +37,7 @@ CASES = {f"{name}-{topology}": (name, topology, []) for name, topology in EVERY}
         "encoder_decoder",
         ["distillation.teacher=TEACHER", "model.hidden_size=8", "model.attn_implementation=eager"]
         + [f"distillation.{name}.weight=1" for name in ("outputs", "hidden_states", "attentions", "relations")],
-    )
+    ),
 }
 COMPARED = ("step", "epoch", "loss", "grad_norm", "items", "tokens", "validation_loss")
 
