@@ -21,6 +21,8 @@ it reads is an input of h_t; there, as with "input feeding", target tokens canno
 A decoder starts from zeros: it knows of the source by attention alone.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -120,11 +122,20 @@ class TriptychRecurrence(nn.Module):
     def run(
         self, inputs: torch.Tensor | PackedSequence, state: State | None
     ) -> tuple[torch.Tensor | PackedSequence, State]:
-        """torch's recurrence over whole texts, from `state` or from zeros."""
+        """torch's recurrence over whole texts, from `state` or from zeros.
+
+        On a CPU it stays in the precision of its weights: for a narrower one, torch takes a kernel that not all have.
+        """
+        weight, exactly = self.rnn.weight_hh_l0, nullcontext()
+        if weight.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+            exactly = torch.autocast("cpu", enabled=False)
+            inputs = inputs.to(weight.dtype)
+            state = None if state is None else tuple(part.to(weight.dtype) for part in state)
         if state is not None:
             h, c = (part[None] for part in state)
             state = (h, c) if self.is_lstm else h
-        output, state = self.rnn(inputs, state)
+        with exactly:
+            output, state = self.rnn(inputs, state)
         h, c = state if self.is_lstm else (state, state[..., :0])
         return output, (h[-1], c[-1])
 

@@ -431,13 +431,18 @@ def test_gradient_checkpointing_changes_nothing(stack, use_reentrant):
 
 @in_every_stack
 def test_mixed_precision_trains_and_decodes(stack):
-    """A recurrence meets inputs of another precision than its weights."""
+    """A recurrence meets inputs of another precision than its weights, in which it stays on a CPU."""
     model = tiny_model("encoder_decoder", **STACKS[stack], decoder=DECODERS[stack]).train()
+    recurrences = [module.rnn for module in model.modules() if isinstance(module, TriptychRecurrence)]
+    seen = []
+    for recurrence in recurrences:
+        recurrence.register_forward_hook(lambda module, args, output: seen.append(output[0].data.dtype))
     texts = Ragged("encoder_decoder", "left")
     expected = model(**texts.batch, labels=texts.labels).loss
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**texts.batch, labels=texts.labels).loss
         assert len(model.eval().generate(texts.batch["input_ids"], max_new_tokens=4, num_beams=2)) == 3
+    assert set(seen) == {torch.float32}
     assert_equal(loss, expected, 0.05)
     assert all(gradient.isfinite().all() for gradient in gradients(model, loss).values())
 
