@@ -1,6 +1,6 @@
 """What turns gradients into updates: the optimiser that a recipe names, and the schedule of its learning rate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -13,8 +13,12 @@ class Muon(torch.optim.Muon):
     """torch's Muon, which makes singular values equal in bfloat16, doing so in float32 on a CPU.
 
     Most CPUs have no instructions for bfloat16: there an update of a small model took longer than all the rest of its
-    step.
+    step. The momentum is Nesterov's, and entries are as large as those of AdamW's steps (Liu et al. 2025, arXiv
+    2502.16982, section 2.2).
     """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float, weight_decay: float):
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
     def step(self) -> None:
@@ -31,7 +35,6 @@ class Muon(torch.optim.Muon):
                 ahead_MN = weight_MN.grad.lerp(mean_MN, momentum)
                 step_MN = orthogonalize(ahead_MN, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 weight_MN.mul_(1 - rate * group["weight_decay"])
-                # Liu et al. 2025 (arXiv 2502.16982), section 2.2: entries as large as those of AdamW's steps.
                 weight_MN.add_(step_MN, alpha=-0.2 * rate * max(weight_MN.shape) ** 0.5)
 
 
