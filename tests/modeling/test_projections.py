@@ -10,17 +10,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from triptych import projections
-from triptych.projections import TriptychLinear
+from triptych.projections import TriptychLinear, count_strips
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Shapes of the rows that went the way of few rows."""
+    """How many rows each product had that went the way of few rows."""
     seen = []
 
-    def spy(rows, weight, bias):
-        seen.append(tuple(rows.shape))
-        return few_rows_linear(rows, weight, bias)
+    def spy(states, weight, bias):
+        seen.append(states.shape[:-1].numel())
+        return few_rows_linear(states, weight, bias)
 
     few_rows_linear = projections.few_rows_linear
     monkeypatch.setattr(projections, "few_rows_linear", spy)
@@ -28,25 +28,26 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("out_features", [512, 515, 521])  # a power of two, five strips, and a prime number
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1), (1, 5), (8, 8), (65,), (3, 0)])
-def test_it_is_nn_linear(calls, shape, bias):
-    layer = TriptychLinear(512, 257, bias=bias)
+def test_it_is_nn_linear(calls, shape, out_features, bias):
+    layer = TriptychLinear(512, out_features, bias=bias)
     states = torch.randn(*shape, 512)
     with torch.no_grad():
         output = layer(states)
     assert_equal(output, F.linear(states, layer.weight, layer.bias))
     assert output.is_contiguous()
     rows = states[..., 0].numel()
-    assert calls == ([(rows, 512)] if 0 < rows <= 64 else [])
+    assert calls == ([rows] if 0 < rows <= 64 else [])
 
 
 def test_a_single_vector_and_a_wrong_width(calls):
-    layer, states = TriptychLinear(512, 3), torch.randn(512)
+    layer, states = TriptychLinear(512, 516), torch.randn(512)
     with torch.no_grad():
         assert_equal(layer(states), F.linear(states, layer.weight, layer.bias))
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             layer(torch.randn(2, 1024))
-    assert calls == [(1, 512)]
+    assert calls == [1]
 
 
 def test_rows_of_any_strides(calls):
@@ -54,6 +55,18 @@ def test_rows_of_any_strides(calls):
     with torch.no_grad():
         assert_equal(layer(states), F.linear(states, layer.weight, layer.bias))
     assert calls
+
+
+def test_weights_of_any_strides():
+    layer, states = TriptychLinear(512, 512), torch.randn(2, 512)
+    layer.weight = nn.Parameter(layer.weight.detach().t())
+    with torch.no_grad():
+        assert_equal(layer(states), F.linear(states, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("features, threads, strips", [(512, 1, 2), (515, 2, 5), (50257, 2, 29), (521, 2, 1)])
+def test_strips_are_equal_and_enough_for_all_threads(features, threads, strips):
+    assert count_strips(features, threads) == strips
 
 
 def test_where_more_is_asked_it_is_plain(calls):
