@@ -65,8 +65,8 @@ def projected_cross_entropy(
     """
     check_labels(labels, len(weight))
     loss_of_rows = partial(cross_entropy_of_rows, labels, label_smoothing, z_loss)
-    total = ProjectedLoss.apply(states, weight, bias, scale, loss_of_rows)
-    return per_item(total, torch.tensor(len(labels)), num_items_in_batch)
+    items = item_count(len(labels), num_items_in_batch, states.device)
+    return ProjectedLoss.apply(states, weight, bias, scale, loss_of_rows, items)
 
 
 # Entries of a table of logits that are made at a time, and the fewest rows, for which all of `weight` is read.
@@ -78,10 +78,14 @@ LossOfRows = Callable[[torch.Tensor, slice, bool], tuple[torch.Tensor, torch.Ten
 
 
 class ProjectedLoss(torch.autograd.Function):
-    """The sum of a loss over the rows of logits. Gradients are made on the way forward, where the logits are."""
+    """The sum of a loss over the rows of logits, divided by `items`.
+
+    Gradients are made on the way forward, where the logits are. That of `weight`, which may be as large as all else, is
+    divided there, in place, so that the way back needs no copy of it.
+    """
 
     @staticmethod
-    def forward(ctx, states, weight, bias, scale, loss_of_rows: LossOfRows):
+    def forward(ctx, states, weight, bias, scale, loss_of_rows: LossOfRows, items: torch.Tensor):
         device = states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
         inputs, table = states.to(dtype), weight.to(dtype)
@@ -95,6 +99,7 @@ class ProjectedLoss(torch.autograd.Function):
         )
         size = max(TABLE_SIZE // len(weight), FEWEST_ROWS)
         for number, part in enumerate(inputs.split(size)):
+            logits = gradient = None  # the last tables go before the next is made
             logits = F.linear(part, table, None if bias is None else bias.to(dtype)).to(exact)
             logits = logits if scale == 1 else logits * scale
             loss, gradient = loss_of_rows(logits, slice(number * size, (number + 1) * size), needs_gradient)
@@ -113,16 +118,23 @@ class ProjectedLoss(torch.autograd.Function):
                 grad_weight.addmm_(gradient.T, part)
             else:
                 grad_weight += gradient.T @ part
+        if grad_weight is not None:
+            grad_weight /= items
         if needs_gradient:
+            ctx.items = items
             given = (torch.cat(grad_states), states), (grad_weight, weight), (grad_bias, bias)
             ctx.save_for_backward(*(None if gradient is None else gradient.to(of.dtype) for gradient, of in given))
-        return total
+        return total / items
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_total):
-        gradients = (None if gradient is None else gradient * grad_total for gradient in ctx.saved_tensors)
-        return *gradients, None, None
+    def backward(ctx, grad_loss):
+        grad_states, grad_weight, grad_bias = ctx.saved_tensors
+        grad_total = grad_loss / ctx.items
+        if grad_weight is not None and not (grad_loss.device.type == "cpu" and grad_loss == 1):
+            grad_weight = grad_weight * grad_loss  # also by one, where to look would be to wait for the device
+        grad_bias = None if grad_bias is None else grad_bias * grad_total
+        return grad_states * grad_total, grad_weight, grad_bias, None, None, None
 
 
 def cross_entropy_of_rows(
@@ -161,8 +173,14 @@ def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
 
 def per_item(total: torch.Tensor, count: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
     """`total` over the items of the whole (accumulated) batch; nothing to learn from is a loss of zero."""
-    count = count if num_items_in_batch is None else num_items_in_batch
-    return total / torch.as_tensor(count, device=total.device).clamp(min=1)
+    return total / item_count(count, num_items_in_batch, total.device)
+
+
+def item_count(
+    count: torch.Tensor | int, num_items_in_batch: torch.Tensor | int | None, device: torch.device
+) -> torch.Tensor:
+    """What a sum of losses is divided by: the trainer's number of items, or those that are here; one at least."""
+    return torch.as_tensor(count if num_items_in_batch is None else num_items_in_batch, device=device).clamp(min=1)
 
 
 def check_labels(labels: torch.Tensor, num_classes: int):
