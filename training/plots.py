@@ -112,7 +112,7 @@ def plot_ratios(measurements: list, picture: Path) -> None:
     for peer, color in zip(peers, cycle(SCORE_COLORS)):
         own = [(place, row.ratio) for place, row in enumerate(measurements) if row.peer == peer]
         bars = axes.barh(*zip(*own, strict=True), color=color, label=f"beside {peer}")
-        axes.bar_label(bars, fmt="%.2f", padding=3)
+        axes.bar_label(bars, fmt="%.2f", padding=3, bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
     are_several = len({row.allocator for row in measurements}) > 1
     names = [
         f"{row.name}: {row.task}{'' if row.dtype == 'float32' else ', ' + row.dtype}"
@@ -124,7 +124,7 @@ def plot_ratios(measurements: list, picture: Path) -> None:
     axes.axvline(1, color="black", linewidth=1)
     axes.margins(x=0.1)
     axes.set(xlabel="times as fast, with equal weights on equal batches")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.3, -0.05 - 0.6 / len(measurements)), ncols=len(peers))
+    figure.legend(loc="outside lower center", ncols=len(peers))
     figure.savefig(picture, dpi=120)
     plt.close(figure)
 
