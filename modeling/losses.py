@@ -85,7 +85,7 @@ class ProjectedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, states, weight, bias, scale, loss_of_rows: LossOfRows, items: torch.Tensor):
+    def forward(ctx, states, weight, bias, scale, loss_of_rows: LossOfRows, items: torch.Tensor | int):
         device = states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
         inputs, table = states.to(dtype), weight.to(dtype)

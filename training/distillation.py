@@ -187,8 +187,8 @@ class Distillation(TrainingLoss):
         states, *labels = args
         if head.training and labels and labels[0] is not None:
             loss_of_rows = partial(divergence_of_rows, self.soft, self.signals["outputs"].temperature)
-            scale, one = options.get("scale", 1.0), torch.ones((), device=states.device)
-            self.divergence = ProjectedLoss.apply(states, head.weight, head.bias, scale, loss_of_rows, one)
+            scale = options.get("scale", 1.0)
+            self.divergence = ProjectedLoss.apply(states, head.weight, head.bias, scale, loss_of_rows, 1)  # a sum
 
     def replace(self, inputs: Inputs, output: Any) -> Tensor:
         layers, items = self.reader.stop(output), self.items(inputs)

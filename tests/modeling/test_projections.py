@@ -57,11 +57,12 @@ def test_rows_of_any_strides(calls):
     assert calls
 
 
-def test_weights_of_any_strides():
+def test_weights_of_any_strides(calls):
     layer, states = TriptychLinear(512, 512), torch.randn(2, 512)
     layer.weight = nn.Parameter(layer.weight.detach().t())
     with torch.no_grad():
         assert_equal(layer(states), F.linear(states, layer.weight, layer.bias))
+    assert calls == []  # strips would be copies
 
 
 @pytest.mark.parametrize("features, threads, strips", [(512, 1, 2), (515, 2, 5), (50257, 2, 29), (521, 2, 1)])
